@@ -1,23 +1,278 @@
-"""attention(): placeholder."""
+"""Attention: docs, checks, reference, custom VJP."""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from ._checks import check, check_choice
+from ._checks import check, check_choice, check_dtype, check_number
+from ._dispatch import IMPLEMENTATIONS, Op, note, run
+
+MAX_HEAD_DIM = 256
 
 
-def attention(query, key, value, *, scale=None, is_causal=False, return_residual=False, implementation=None):
-    """Placeholder."""
-    s = check("attention", query=(query, "*B T N H"), key=(key, "*B S K H"), value=(value, "*B S K D"))
-    check_choice("attention", "implementation", implementation, (None, "xla", "triton"))
-    T, S, N, K, H = s["T"], s["S"], s["N"], s["K"], s["H"]
-    scale = H**-0.5 if scale is None else scale
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    q = query.reshape(*s["B"], T, K, N // K, H)
-    x = jnp.einsum("...tkgh,...skh->...kgts", q, key, preferred_element_type=wide) * scale
-    visible = jnp.arange(T)[:, None] >= jnp.arange(S)[None] if is_causal else jnp.ones((T, S), bool)
-    x = jnp.where(jnp.expand_dims(visible, tuple(range(x.ndim - 2))), x, -jnp.inf)
-    lse = jax.nn.logsumexp(x, -1)
-    p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None]).astype(value.dtype)
-    o = jnp.einsum("...kgts,...skd->...tkgd", p, value).reshape(*s["B"], T, N, value.shape[-1]).astype(query.dtype)
-    return (o, jnp.moveaxis(lse, -1, -3).reshape(*s["B"], T, N)) if return_residual else o
+class Options(NamedTuple):
+    """What is fixed when a call is traced. `precision` is JAX's matmul precision at that time."""
+
+    scale: float
+    is_causal: bool
+    precision: str | None
+    implementation: str | None
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Scaled dot-product attention, a superset of `jax.nn.dot_product_attention`.
+
+        O = softmax(scale * Q K^T) V
+
+    B = leading (batch) axes, T = query length, S = key and value length, N = query heads, K = key and
+    value heads (N is a multiple of K; each serves N/K neighbouring query heads), H = head dim of query
+    and key, D = head dim of value.
+
+    Args:
+      query: *B T N H, with any number of leading axes.
+      key: *B S K H.
+      value: *B S K D.
+      scale: of the logits; default H**-0.5.
+      is_causal: query t sees keys s <= t (aligned top-left):
+
+          T = 3, S = 5:   1 0 0 0 0
+                          1 1 0 0 0
+                          1 1 1 0 0
+      return_residual: also return the logsumexp of each row of scaled logits.
+      implementation: None for the best that there is (the kernels on a CUDA GPU, else plain JAX), "xla"
+        for plain JAX, "triton" for the kernels or an error. `fusedops.explain` says what runs and why.
+
+    Returns:
+      *B T N D in the dtype of query; with `return_residual` a pair of it and the logsumexp (natural
+      logarithm), *B T N in float32, which has gradients, too.
+
+    Numerics: float16, bfloat16 and float32 by the kernels; logits, softmax and sums are in float32, and
+    the probabilities are rounded to the dtype of value before they multiply it. Products of float32 follow
+    `jax.default_matmul_precision`: TF32 on a GPU unless it is "highest" or "float32". float64 and complex
+    dtypes run plain JAX. A row that sees no key (S = 0) gives 0, logsumexp -inf and zero gradients. NaN or
+    infinities in keys and values that a row does not see do not reach its result. Results are the same
+    bits from run to run.
+
+    Gradients: reverse mode, first order; with implementation="xla" any mode and order. The results are
+    named "fusedops_attention_out" and "fusedops_attention_lse" for `jax.checkpoint` policies.
+
+    Raises:
+      ValueError: shapes do not fit each other, dtypes differ, or `implementation` is unknown.
+      TypeError: an argument is not an array of floating or complex dtype, or `scale` is not a number.
+      NotImplementedError: implementation="triton" and the kernels do not cover the case.
+
+    Sources: Attention Is All You Need, https://arxiv.org/abs/1706.03762; FlashAttention-2,
+    https://arxiv.org/abs/2307.08691; grouped heads, https://arxiv.org/abs/2305.13245.
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    sizes = _check(query, key, value)
+    check_choice("attention", "implementation", implementation, IMPLEMENTATIONS)
+    if scale is None:
+        scale = max(sizes["H"], 1) ** -0.5
+    check_number("attention", "scale", scale)
+    options = Options(float(scale), bool(is_causal), jax.config.jax_default_matmul_precision, implementation)
+
+    lead = sizes["B"]
+    q, k, v = (x.reshape(-1 if x.size else _product(lead), *x.shape[-3:]) for x in (query, key, value))
+    o, lse = _choose(options, q, k, v)
+    o = o.reshape(*lead, *o.shape[1:])
+    if not return_residual:
+        return o
+    return o, jnp.swapaxes(lse, 1, 2).reshape(*o.shape[:-1])
+
+
+def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> dict[str, Any]:
+    sizes = check("attention", query=(query, "*B T N H"), key=(key, "*B S K H"), value=(value, "*B S K D"))
+    check_dtype("attention", jnp.inexact, query=query, key=key, value=value)
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            "attention: query, key and value must have one dtype, got "
+            f"{query.dtype}, {key.dtype} and {value.dtype}; convert them with astype"
+        )
+    heads, kv_heads = sizes["N"], sizes["K"]
+    if heads % kv_heads if kv_heads else heads:
+        raise ValueError(
+            f"attention: query has {heads} heads, which must be a multiple of the {kv_heads} heads of key "
+            "and value; change the number of heads"
+        )
+    return sizes
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    return functools.reduce(lambda a, b: a * b, sizes, 1)
+
+
+def _choose(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Plain JAX with its own derivatives, or the op with ours."""
+    why = None
+    if options.implementation == "xla":
+        why = 'implementation="xla" was asked for'
+    elif options.implementation is None and (unsupported := _refuse_dtype(arrays[0].dtype)):
+        why = unsupported
+    if why is None:
+        return _attention(options, *arrays)
+    note("attention", why, *arrays)
+    return _forward_reference(options, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return run(FORWARD, options, q, k, v, implementation=options.implementation)
+
+
+def _attention_fwd(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    o, lse = run(FORWARD, options, q, k, v, implementation=options.implementation)
+    o = checkpoint_name(o, "fusedops_attention_out")
+    lse = checkpoint_name(lse, "fusedops_attention_lse")
+    return (o, lse), (q, k, v, o, lse)
+
+
+def _attention_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+    return run(BACKWARD, options, *residuals, *cotangents, implementation=options.implementation)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _visible(options: Options, t: int, s: int) -> jax.Array | None:
+    """Which keys each query sees, t s, for use under fusion; None for all."""
+    if not options.is_causal:
+        return None
+    offs_t = jax.lax.broadcasted_iota(jnp.int32, (t, s), 0)
+    return jax.lax.broadcasted_iota(jnp.int32, (t, s), 1) <= offs_t
+
+
+def _scores(options: Options, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Scaled logits, b k g t s, at least float32; -inf where masked."""
+    x = _einsum(options, "btkgh,bskh->bkgts", _grouped(q, k), k) * options.scale
+    return _masked(_visible(options, *x.shape[-2:]), x, -jnp.inf)
+
+
+def _masked(visible: jax.Array | None, x: jax.Array, fill: float) -> jax.Array:
+    return x if visible is None else jnp.where(visible[None, None, None], x, fill)
+
+
+def _grouped(x: jax.Array, k: jax.Array) -> jax.Array:
+    """b t n ... -> b t k g ..., for the heads k of the keys."""
+    b, t, n = x.shape[:3]
+    heads = k.shape[2]
+    return x.reshape(b, t, heads, n // max(heads, 1), *x.shape[3:])
+
+
+def _einsum(options: Options, equation: str, *arrays: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(arrays[0].dtype, jnp.float32)
+    return jnp.einsum(equation, *arrays, precision=options.precision, preferred_element_type=wide)
+
+
+def _clean(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def _forward_reference(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """q: b t n h, k: b s k h, v: b s k d -> o: b t n d, lse: b n t."""
+    (b, t, n, _), d = q.shape, v.shape[-1]
+    if options.is_causal:  # no query sees the keys from t on
+        k, v = k[:, :t], v[:, :t]
+    x = _scores(options, q, k)
+    m = jax.lax.stop_gradient(jnp.max(x.real, axis=-1, keepdims=True, initial=-jnp.inf))
+    m = jnp.where(m == -jnp.inf, 0, m)
+    p = jnp.exp(x - m)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    empty = l == 0
+    l = jnp.where(empty, 1, l)
+    o = _einsum(options, "bkgts,bskd->bkgtd", p.astype(v.dtype), _clean(v) if options.is_causal else v) / l
+    if options.is_causal:
+        bad_s = jnp.min(jnp.where(jnp.isfinite(v), t, jnp.arange(v.shape[1])[None, :, None, None]), 1, initial=t)
+        o = jnp.where(jnp.arange(t)[:, None] >= bad_s[:, :, None, None], jnp.nan, o)
+    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
+    o = jnp.moveaxis(o, 3, 1).reshape(b, t, n, d).astype(q.dtype)
+    return o, lse.reshape(b, n, t)
+
+
+def _backward_reference(
+    options: Options, q: jax.Array, k: jax.Array, v: jax.Array, o: jax.Array, lse: jax.Array, do: jax.Array,
+    dlse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """dq, dk and dv from what the forward pass keeps:
+
+        delta = rowsum(o * do) - dlse,  p = exp(x - lse),  ds = p * (do v^T - delta)
+        dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+    """
+    (b, t, n, h), s = q.shape, k.shape[1]
+    if options.is_causal:
+        k, v = k[:, :t], v[:, :t]
+    wide = lse.dtype
+    rows = lambda x: x.reshape(b, k.shape[2], n // max(k.shape[2], 1), t)
+    delta = rows(jnp.sum(jnp.moveaxis(o.astype(wide) * do.astype(wide), 2, 1), axis=-1) - dlse)
+    lse = rows(jnp.where(lse == -jnp.inf, jnp.inf, lse))
+    visible = _visible(options, t, k.shape[1])
+    p = _masked(visible, jnp.exp(_scores(options, q, k) - lse[..., None]), 0)
+    do_ = _grouped(do, k)
+    dp = _einsum(options, "btkgd,bskd->bkgts", do_, v)
+    ds = _masked(visible, p * (dp - delta[..., None]), 0).astype(q.dtype)
+    hide = _clean if options.is_causal else lambda x: x
+    dq = _einsum(options, "bkgts,bskh->btkgh", ds, hide(k)) * options.scale
+    dk = _einsum(options, "bkgts,btkgh->bskh", ds, hide(_grouped(q, k))) * options.scale
+    dv = _einsum(options, "bkgts,btkgd->bskd", p.astype(do.dtype), hide(do_))
+    if options.is_causal:
+        bad_t = jnp.max(jnp.where(jnp.isfinite(do_), -1, jnp.arange(t)[None, :, None, None, None]), (1, 3), initial=-1)
+        dv = jnp.where(jnp.arange(v.shape[1])[None, :, None, None] <= bad_t[:, None], jnp.nan, dv)
+    more = [(0, 0), (0, s - k.shape[1]), (0, 0), (0, 0)]
+    return dq.reshape(q.shape).astype(q.dtype), jnp.pad(dk, more).astype(k.dtype), jnp.pad(dv, more).astype(v.dtype)
+
+
+def _refuse_dtype(dtype: Any) -> str | None:
+    if dtype not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        return f"dtype {jnp.dtype(dtype).name}; the kernels take float16, bfloat16 and float32"
+    return None
+
+
+def _refuse(options: Options, q: Any, k: Any, v: Any, *_: Any) -> str | None:
+    for name, size in (("query and key", q.shape[-1]), ("value", v.shape[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            return f"head dim {size} of {name}; the kernels take 1 to {MAX_HEAD_DIM}"
+    return _refuse_dtype(q.dtype)
+
+
+def _launch_forward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    from .kernels import attention as kernels
+
+    return kernels.attention_fwd(*arrays, options=options)
+
+
+def _launch_backward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    from .kernels import attention as kernels
+
+    return kernels.attention_bwd(*arrays, options=options)
+
+
+def _describe_forward(options: Options, q: Any, k: Any, v: Any) -> str:
+    from .kernels import attention as kernels
+
+    return kernels.describe_fwd(q.shape[-1], v.shape[-1], q.dtype)
+
+
+def _describe_backward(options: Options, q: Any, k: Any, v: Any, *_: Any) -> str:
+    from .kernels import attention as kernels
+
+    return kernels.describe_bwd(q.shape[-1], v.shape[-1], q.dtype)
+
+
+_QKV = ("b t n h", "b s k h", "b s k d")
+FORWARD = Op("attention", _QKV, ("b t n d", "b n t"), _forward_reference, _launch_forward, _refuse, _describe_forward)
+BACKWARD = Op(
+    "attention gradient", (*_QKV, "b t n d", "b n t", "b t n d", "b n t"), _QKV,
+    _backward_reference, _launch_backward, _refuse, _describe_backward,
+)  # fmt: skip

@@ -78,9 +78,9 @@ class TestOperands:
         x = jnp.arange(4.0)
         out = triton_call(
             x, kernel=toys.two_outputs_kernel, grid=1, BLOCK=4,
-            out_type={"y": like(x), "rest": [like(x), sds((4,), jnp.int32)]},
+            out_type={"doubled": like(x), "rest": [like(x), sds((4,), jnp.int32)]},
         )  # fmt: skip
-        np.testing.assert_array_equal(out["y"], x * 2)
+        np.testing.assert_array_equal(out["doubled"], x * 2)
         np.testing.assert_array_equal(out["rest"][0], x + 1)
         np.testing.assert_array_equal(out["rest"][1], jnp.arange(4))
 
@@ -104,7 +104,7 @@ class TestOperands:
         result = triton_call(value, kernel=toys.scalar_kernel, out_type=sds((2,), jnp.int32), grid=1, KIND="int")
         np.testing.assert_array_equal(result, value_out)
 
-    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1.5, 1e30, float("inf"), np.float32(0.1), np.float16(3), 1e-40])
+    @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1.5, 1e30, float("inf"), np.float32(0.1), np.float16(3)])
     def test_float_scalars(self, value):
         result = triton_call(value, kernel=toys.scalar_kernel, out_type=sds((1,), jnp.float32), grid=1, KIND="float")
         np.testing.assert_array_equal(result[0], np.float32(value))
@@ -297,8 +297,8 @@ class TestTransformations:
     def test_vmap_over_every_subset(self):
         x, y = jnp.arange(24.0).reshape(3, 8), jnp.arange(24.0).reshape(3, 8) * 10
         np.testing.assert_array_equal(jax.vmap(add)(x, y), x + y)
-        np.testing.assert_array_equal(jax.vmap(add, (0, None))(x, y[0]), x + y[0])
-        np.testing.assert_array_equal(jax.vmap(add, (None, 1))(x[0], y.T), x[0] + y)
+        np.testing.assert_array_equal(jax.vmap(add, (0, None))(x, y[0]), x + y[:1])
+        np.testing.assert_array_equal(jax.vmap(add, (None, 1))(x[0], y.T), x[:1] + y)
         nested = jax.vmap(jax.vmap(add, (0, None)), (None, 0))(x, y)
         np.testing.assert_array_equal(nested, x[None] + y[:, None])
 
@@ -415,12 +415,12 @@ class TestErrors:
             (dict(grid=(1, 65536)), ValueError, "axis 1 has 65536 programs, CUDA allows 65535"),
             (dict(grid=2**31), ValueError, "CUDA allows 2147483647"),
             (dict(grid=-1), ValueError, "non-negative"),
-            (dict(grid=1.5), (ValueError, TypeError), ""),
+            (dict(grid=(1.5,)), ValueError, "non-negative ints"),
             (dict(x_ptr="text"), TypeError, "x_ptr: expected an array"),
             (dict(x_ptr=jnp.zeros(8, jnp.complex64)), TypeError, "no dtype complex64"),
             (dict(x_ptr=jax.random.key(0)), TypeError, "no dtype key"),
             (dict(block_size=jnp.zeros(())), TypeError, "is a metaparameter"),
-            (dict(input_output_aliases={7: 0}), ValueError, "7 -> 0"),
+            (dict(input_output_aliases={0: 7}), ValueError, "no output 7"),
             (dict(zeroed_outputs=[3]), ValueError, "no output 3"),
             (dict(kernel=len), TypeError, "decorated with triton.jit"),
             (dict(num_warps=4, backend_options={"num_warps": 8}), ValueError, "num_warps"),

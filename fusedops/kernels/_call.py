@@ -213,6 +213,9 @@ def _bind(args, kwargs, kernel, out_type, grid, options, aliases, zeroed) -> tup
         raise TypeError(f"{title}: out_type= is missing: the shape and dtype of each output")
     constants, operands = _match(title, kernel, args, kwargs, configs, heuristics)
     outs, out_tree = jax.tree.flatten(out_type, is_leaf=lambda x: isinstance(x, TensorDescriptor))
+    outputs = tuple(_out_type(title, o) for o in outs)
+    if wrong := [o for o in aliases.values() if not 0 <= o < len(outs)]:
+        raise ValueError(f"{title}: input_output_aliases: there is no output {wrong[0]}, only {len(outs)}")
     missing = [p for p in kernel.params if not p.is_constexpr and p.name not in operands]
     if len(missing) != len(outs) - len(aliases):
         missing = [p for p in missing if not p.has_default]
@@ -231,7 +234,6 @@ def _bind(args, kwargs, kernel, out_type, grid, options, aliases, zeroed) -> tup
     tree = tuple(
         (p.name, Absent() if p.is_constexpr else _leaf(title, p.name, operands[p.name], arrays)) for p in kernel.params
     )
-    outputs = tuple(_out_type(title, o) for o in outs)
     inputs = [leaf for _, node in tree for leaf in leaves(node) if not isinstance(leaf, Output | Absent)]
     pairs = tuple(_alias(title, inputs, arrays, outputs, i, o) for i, o in sorted(aliases.items()))
     named = {n: _show(node, arrays) for n, node in tree}
@@ -284,7 +286,7 @@ def _leaf(title: str, name: str, value: Any, arrays: list[Any]) -> Any:
     """The static description of one operand; arrays are appended to `arrays`."""
     if value is None:
         return Absent()
-    if isinstance(value, Output | Absent):
+    if isinstance(value, Output | Absent | Descriptor):
         return value
     if isinstance(value, tuple | list):
         nodes = [_leaf(title, f"{name}[{i}]", v, arrays) for i, v in enumerate(value)]
@@ -341,11 +343,8 @@ def _output(title: str, out: Any, index: int) -> Any:
 
 
 def _alias(title, inputs, arrays, outputs, operand: int, out: int) -> tuple[int, int]:
-    if not (0 <= operand < len(inputs) and 0 <= out < len(outputs)):
-        raise ValueError(
-            f"{title}: input_output_aliases: {operand} -> {out}, but there are {len(inputs)} operands "
-            f"and {len(outputs)} outputs"
-        )
+    if not 0 <= operand < len(inputs):
+        raise ValueError(f"{title}: input_output_aliases: there is no operand {operand}, only {len(inputs)}")
     leaf = inputs[operand]
     leaf = leaf.memory if isinstance(leaf, Descriptor) else leaf
     if type(leaf) is not Array:

@@ -45,6 +45,7 @@ PRIVATE_SYMBOLS = (
     "triton.runtime.Autotuner",
     "triton.runtime.Heuristics",
     "triton.runtime.JITFunction",
+    "triton.runtime.interpreter",
 )
 TRITON_RANGE = ((3, 6), (3, 10))
 CUSTOM_CALL_TARGET_NAME = "triton_kernel_call_ffi"
@@ -269,6 +270,7 @@ class Source:
 _memory: OrderedDict[Any, Compiled] = OrderedDict()
 _building: dict[Any, threading.Lock] = {}
 _lock = threading.Lock()
+frontend_lock = threading.RLock()  # Triton's language is patched while the interpreter runs
 
 
 def compile_kernel(source: Source) -> Compiled:
@@ -377,7 +379,8 @@ def _run_compiler(source: Source, ones: tuple[tuple[int, ...], ...] = ()) -> Com
     metadata: dict[str, Any] = {"target": target, **options.__dict__}
     try:
         code = backend.get_codegen_implementation(options)
-        module = tree.make_ir(target, options, code, backend.get_module_map(), context)
+        with frontend_lock:
+            module = tree.make_ir(target, options, code, backend.get_module_map(), context)
         stages: dict[str, Any] = {}
         backend.add_stages(stages, options, tree.language)
         order = list(stages)
@@ -424,7 +427,7 @@ def _check_resources(name: str, source: Source, metadata: Mapping[str, Any]) -> 
 def strip_ptx(ptx: str) -> str:
     """The same program without comments, line tables and debug sections: what a launch costs grows
     with the length of this text."""
-    ptx = re.sub(r"^\s*\.section\s+\.debug\w*\s*\{.*?^\s*\}", "", ptx, flags=re.MULTILINE | re.DOTALL)
+    ptx = re.sub(r"^\s*\.section\s+\.debug\w*\s*\{.*?\}", "", ptx, flags=re.MULTILINE | re.DOTALL)
     ptx = re.sub(r"//[^\n]*", "", ptx)
     ptx = re.sub(r"^\s*\.(?:loc|file)\s[^\n]*$", "", ptx, flags=re.MULTILINE)
     ptx = re.sub(r"^\$L__(?:tmp|func_begin|func_end)\d+:\s*$", "", ptx, flags=re.MULTILINE)
