@@ -177,7 +177,13 @@ def _einsum(options: Options, equation: str, *arrays: jax.Array) -> jax.Array:
 
 
 def _clean(x: jax.Array) -> jax.Array:
+    """x with 0 for NaN and infinities: a causal mask hides them from some rows, and 0 * NaN would not."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
+
+
+def _has_bad(x: jax.Array) -> jax.Array:
+    """Which rows have a NaN or an infinity; queries that see such a row of v get NaN."""
+    return jnp.any(~jnp.isfinite(x), axis=-1)
 
 
 def _forward_reference(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -194,8 +200,8 @@ def _forward_reference(options: Options, q: jax.Array, k: jax.Array, v: jax.Arra
     l = jnp.where(empty, 1, l)
     o = _einsum(options, "bkgts,bskd->bkgtd", p.astype(v.dtype), _clean(v) if options.is_causal else v) / l
     if options.is_causal:
-        bad_s = jnp.min(jnp.where(jnp.isfinite(v), t, jnp.arange(v.shape[1])[None, :, None, None]), 1, initial=t)
-        o = jnp.where(jnp.arange(t)[:, None] >= bad_s[:, :, None, None], jnp.nan, o)
+        first_bad = jnp.min(jnp.where(_has_bad(v), jnp.arange(v.shape[1])[None, :, None], t), 1, initial=t)
+        o = jnp.where((jnp.arange(t)[None, None] >= first_bad[..., None])[:, :, None, :, None], jnp.nan, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
     o = jnp.moveaxis(o, 3, 1).reshape(b, t, n, d).astype(q.dtype)
     return o, lse.reshape(b, n, t)
@@ -227,8 +233,9 @@ def _backward_reference(
     dk = _einsum(options, "bkgts,btkgh->bskh", ds, hide(_grouped(q, k))) * options.scale
     dv = _einsum(options, "bkgts,btkgd->bskd", p.astype(do.dtype), hide(do_))
     if options.is_causal:
-        bad_t = jnp.max(jnp.where(jnp.isfinite(do_), -1, jnp.arange(t)[None, :, None, None, None]), (1, 3), initial=-1)
-        dv = jnp.where(jnp.arange(v.shape[1])[None, :, None, None] <= bad_t[:, None], jnp.nan, dv)
+        rows_bad = jnp.any(_has_bad(do_), axis=3)  # b t k
+        last_bad = jnp.max(jnp.where(rows_bad, jnp.arange(t)[None, :, None], -1), 1, initial=-1)
+        dv = jnp.where((jnp.arange(v.shape[1])[None, :, None] <= last_bad[:, None])[..., None], jnp.nan, dv)
     more = [(0, 0), (0, s - k.shape[1]), (0, 0), (0, 0)]
     return dq.reshape(q.shape).astype(q.dtype), jnp.pad(dk, more).astype(k.dtype), jnp.pad(dv, more).astype(v.dtype)
 

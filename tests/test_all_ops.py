@@ -67,18 +67,25 @@ def with_grads(case, implementation=None):
     return jax.jit(fn)
 
 
-def check_against_truth(case, operands):
-    """Results and gradients within the error budget of plain JAX in the same dtype."""
-    cts = cotangents(jax.eval_shape(case, *operands))
-    actual = with_grads(case)(operands, cts)
-    with jax.default_matmul_precision("highest"):
-        reference = with_grads(case, "xla")(operands, cts)
-    with jax.enable_x64(True):
-        wide = [jax.tree.map(widen, t) for t in (operands, cts)]
-        truth = with_grads(case, "xla")(*wide)
+def check_against_truth(case, dtype="float32", **sizes):
+    """Results and gradients within the error budget of plain JAX in the same dtype. Small operands are
+    drawn many times and judged as one array: the largest error of a handful of elements is luck."""
+    actual, reference, truth = [], [], []
+    plain = with_grads(case, "xla")
+    kernels = with_grads(case)
+    smallest = min(x.size for x in case.operands(dtype, **sizes))
+    for seed in range(min(32, -(-512 // smallest))):
+        operands = case.operands(dtype, seed, **sizes)
+        cts = cotangents(jax.eval_shape(case, *operands), seed)
+        actual.append(kernels(operands, cts))
+        with jax.default_matmul_precision("highest"):
+            reference.append(plain(operands, cts))
+        with jax.enable_x64(True):
+            truth.append(plain(*(jax.tree.map(widen, t) for t in (operands, cts))))
+    stacked = [jax.tree.map(lambda *xs: np.stack(xs), *each) for each in (actual, reference, truth)]
     names = [axes for i, axes in enumerate(case.axes) if i in case.differentiable]
-    assert_within_budget(actual[0], reference[0], truth[0], name=f"{case.name} results ")
-    for name, *three in zip(names, actual[1], reference[1], truth[1], strict=True):
+    assert_within_budget(*(results for results, _ in stacked), name=f"{case.name} results ")
+    for name, *three in zip(names, *(grads for _, grads in stacked), strict=True):
         assert_within_budget(*three, name=f"{case.name} gradient of {name}")
 
 
@@ -105,11 +112,11 @@ def assert_same_bits(actual, expected):
 class TestNumbers:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     def test_budget(self, case, dtype):
-        check_against_truth(case, case.operands(dtype))
+        check_against_truth(case, dtype)
 
     def test_odd_sizes(self, case):
         for sizes in case.odd:
-            check_against_truth(case, case.operands(**sizes))
+            check_against_truth(case, **sizes)
 
     def test_empty_sizes(self, case):
         for sizes in case.empty:

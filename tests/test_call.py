@@ -94,15 +94,17 @@ class TestOperands:
 
     @pytest.mark.parametrize(
         "value",
-        [0, 1, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**33 + 5, True, False, np.int8(-3), np.int64(2**40), np.uint32(7)],
+        [0, 1, 2, 16, 17, -5, 2**31 - 1, 2**31, 2**33 + 5, np.int8(-3), np.int64(2**40), np.uint32(7)],
     )
     def test_integer_scalars(self, value):
-        if isinstance(value, bool):
-            value_out = int(value) >> 7, int(value) & 127
-        else:
-            value_out = np.int64(int(value) >> 7).astype(np.int32), int(value) & 127
+        value_out = np.int64(int(value) >> 7).astype(np.int32), int(value) & 127
         result = triton_call(value, kernel=toys.scalar_kernel, out_type=sds((2,), jnp.int32), grid=1, KIND="int")
         np.testing.assert_array_equal(result, value_out)
+
+    @pytest.mark.parametrize("value", [True, False, np.bool_(True)])
+    def test_bools(self, value):
+        result = triton_call(value, kernel=toys.flag_kernel, out_type=sds((1,), jnp.int32), grid=1)
+        assert int(result[0]) == (5 if value else 3)
 
     @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1.5, 1e30, float("inf"), np.float32(0.1), np.float16(3)])
     def test_float_scalars(self, value):

@@ -167,3 +167,8 @@ def unspecialized_kernel(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
 @triton.jit
 def short_scalar_kernel(value: tl.int16, out_ptr):
     tl.store(out_ptr, value.to(tl.float32))
+
+
+@triton.jit
+def flag_kernel(flag, out_ptr):
+    tl.store(out_ptr, tl.where(flag, 5, 3))

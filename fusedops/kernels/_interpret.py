@@ -97,15 +97,16 @@ def _patched(kernel: Any, args: dict[str, Any]) -> Iterator[Any]:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             language = module._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+            # numpy 2.4 no longer turns arrays of one element into numbers
+            scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
             from triton.language.extra.cuda import libdevice
 
             module._patch_builtin(libdevice, builder, scope)
-            scope.set_attr(libdevice, "__fusedops__", True)
             yield builder
     finally:
+        scope.restore()
         if language is not None:
             language.restore()
-        scope.restore()
         _state.semantic = None
 
 

@@ -1,0 +1,214 @@
+"""Attention backward, deterministic, in three kernels.
+
+    delta = rowsum(o * do) - dlse
+    p = exp(scale * q k^T - lse),  ds = p * (do v^T - delta)
+    dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+
+Source: FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithm 2, with dq in a kernel of its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from .. import _compile
+from .._autotune import Config
+from .._call import triton_call
+from .forward import chosen_config, dot_precision
+from .tiles import LOG2E, block_of, clean, has_bad, load_rows, store_rows
+
+
+@triton.jit
+def attention_delta_kernel(
+    o_ptr, do_ptr, dlse_ptr, delta_ptr, sizes, D: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """o, do: b t n d, dlse: b n t -> delta: b n t; sizes are (T, N). One program: rows of one head."""
+    T, N = sizes
+    blocks_t = tl.cdiv(T, BLOCK_T)
+    start_t = tl.program_id(0) % blocks_t * BLOCK_T
+    bn = (tl.program_id(0) // blocks_t).to(tl.int64)
+    base = (bn // N * T * N + bn % N) * D
+    offs_t = start_t + tl.arange(0, BLOCK_T)
+    o = load_rows(o_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(tl.float32)
+    do = load_rows(do_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(tl.float32)
+    dlse = tl.load(dlse_ptr + bn * T + offs_t, mask=offs_t < T, other=0.0)
+    tl.store(delta_ptr + bn * T + offs_t, tl.sum(o * do, 1) - dlse, mask=offs_t < T)
+
+
+@triton.jit
+def load_statistics(lse_ptr, delta_ptr, offs_t, T):
+    """Base-2 logsumexp and delta of rows; +inf, which makes p zero, where a row sees no key or is none."""
+    lse = tl.load(lse_ptr + offs_t, mask=offs_t < T, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    return lse, tl.load(delta_ptr + offs_t, mask=offs_t < T, other=0.0)
+
+
+@triton.jit
+def attention_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, sizes, scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk: b s k h, dv: b s k d. One program holds a tile of keys and walks over the queries of every head
+    of its group, so that sums over the group stay in float32."""
+    T, S, N, K = sizes
+    blocks_s = tl.cdiv(S, BLOCK_S)
+    start_s = tl.program_id(0) % blocks_s * BLOCK_S
+    bk = (tl.program_id(0) // blocks_s).to(tl.int64)
+    b, kh = bk // K, bk % K
+    G = N // K
+    k_ptr += (b * S * K + kh) * H
+    v_ptr += (b * S * K + kh) * D
+    offs_s = start_s + tl.arange(0, BLOCK_S)
+    stop, first, full = S, 0, 0
+    if CAUSAL:  # queries from `first` on see some key of the tile, and from `full` on all of them
+        stop = tl.minimum(S, T)
+        first = start_s // BLOCK_T * BLOCK_T
+        full = tl.cdiv(start_s + BLOCK_S - 1, BLOCK_T) * BLOCK_T
+    scale2 = scale * LOG2E
+    STEP: tl.constexpr = max(16, BLOCK_T // 2)  # where masked: fewer registers, less wasted
+
+    k = load_rows(k_ptr, start_s, stop, K * H, BLOCK_S, H, True)  # [BLOCK_S, H]
+    v = load_rows(v_ptr, start_s, stop, K * D, BLOCK_S, D, True)  # [BLOCK_S, D]
+    dk = tl.zeros([BLOCK_S, block_of(H)], tl.float32)
+    dv = tl.zeros([BLOCK_S, block_of(D)], tl.float32)
+    for g in range(0, G):
+        bn = b * N + kh * G + g
+        q_row = q_ptr + (b * T * N + kh * G + g) * H
+        do_row = do_ptr + (b * T * N + kh * G + g) * D
+        if CAUSAL:
+            for start in tl.range(first, tl.minimum(full, T), STEP, num_stages=1):
+                offs_t = start + tl.arange(0, STEP)
+                q = load_rows(q_row, start, T, N * H, STEP, H, True)  # [STEP, H]
+                lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T)
+                x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_S, STEP]
+                visible = offs_s[:, None] <= offs_t[None, :]
+                p = tl.where(visible, tl.exp2(x * scale2 - lse[None, :]), 0.0)
+                do = load_rows(do_row, start, T, N * D, STEP, D, True)  # [STEP, D]
+                last_bad = tl.max(tl.where(has_bad(do), offs_t, -1), 0)
+                dv = tl.where((offs_s <= last_bad)[:, None], float("nan"), dv)
+                dv = tl.dot(p.to(do.dtype), clean(do), dv, input_precision=PRECISION)
+                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                ds = tl.where(visible, p * (dp - delta[None, :]), 0.0).to(q.dtype)
+                dk = tl.dot(ds, clean(q), dk, input_precision=PRECISION)
+        for start in tl.range(full, T, BLOCK_T):
+            offs_t = start + tl.arange(0, BLOCK_T)
+            q = load_rows(q_row, start, T, N * H, BLOCK_T, H, True)
+            lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T)
+            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            p = tl.exp2(x * scale2 - lse[None, :])
+            do = load_rows(do_row, start, T, N * D, BLOCK_T, D, True)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+
+    store_rows(dk_ptr + (b * S * K + kh) * H, dk * scale, start_s, S, K * H, BLOCK_S, H)
+    store_rows(dv_ptr + (b * S * K + kh) * D, dv, start_s, S, K * D, BLOCK_S, D)
+
+
+@triton.jit
+def attention_dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, sizes, scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq: b t n h. One program holds a tile of queries of one head and walks over tiles of keys."""
+    T, S, N, K = sizes
+    blocks_t = tl.cdiv(T, BLOCK_T)
+    pid_t = tl.program_id(0) % blocks_t
+    bn = (tl.program_id(0) // blocks_t).to(tl.int64)
+    b, n = bn // N, bn % N
+    if CAUSAL:
+        pid_t = blocks_t - 1 - pid_t  # the longest rows first
+    start_t = pid_t * BLOCK_T
+    offs_t = start_t + tl.arange(0, BLOCK_T)
+    q_ptr += (b * T * N + n) * H
+    k_ptr += (b * S * K + n // (N // K)) * H
+    v_ptr += (b * S * K + n // (N // K)) * D
+    do_ptr += (b * T * N + n) * D
+    dq_ptr += (b * T * N + n) * H
+    stop, full = S, S // BLOCK_S * BLOCK_S
+    if CAUSAL:  # the tile sees keys [0, stop), and all of its rows see [0, full)
+        stop = tl.minimum(tl.minimum(S, T), start_t + BLOCK_T)
+        full = tl.minimum(S, start_t) // BLOCK_S * BLOCK_S
+    scale2 = scale * LOG2E
+    STEP: tl.constexpr = max(16, BLOCK_S // 2)
+
+    q = load_rows(q_ptr, start_t, T, N * H, BLOCK_T, H, True)  # [BLOCK_T, H]
+    do = load_rows(do_ptr, start_t, T, N * D, BLOCK_T, D, True)  # [BLOCK_T, D]
+    lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T)
+    dq = tl.zeros([BLOCK_T, block_of(H)], tl.float32)
+    for start in tl.range(0, full, BLOCK_S):
+        k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
+        v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, False)  # [BLOCK_S, D]
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        p = tl.exp2(x * scale2 - lse[:, None])
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    for start in tl.range(full, stop, STEP, num_stages=1):
+        k = load_rows(k_ptr, start, stop, K * H, STEP, H, True)
+        v = load_rows(v_ptr, start, stop, K * D, STEP, D, True)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        offs_s = start + tl.arange(0, STEP)
+        visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
+        if CAUSAL:
+            visible = visible & (offs_s[None, :] <= offs_t[:, None])
+        p = tl.exp2(x * scale2 - lse[:, None])
+        ds = tl.where(visible, p * (dp - delta[:, None]), 0.0).to(k.dtype)
+        dq = tl.dot(ds, clean(k), dq, input_precision=PRECISION)
+
+    store_rows(dq_ptr, dq * scale, start_t, T, N * H, BLOCK_T, H)
+
+
+def attention_bwd(
+    q: jax.Array, k: jax.Array, v: jax.Array, o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array,
+    *, options: Any, dkdv_config: Config | None = None, dq_config: Config | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """dq, dk and dv in the shapes and dtypes of q, k and v.
+
+    Args:
+      q, k, v, o, lse: as for `attention_fwd`; o: b t n d, lse: b n t.
+      do, dlse: cotangents of o and lse.
+      options: has `scale`, `is_causal` and `precision`.
+    """
+    (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    delta = triton_call(
+        o, do, dlse,
+        sizes=(T, N), kernel=attention_delta_kernel, out_type=like(lse),
+        grid=b * N * triton.cdiv(T, DELTA_CONFIG["BLOCK_T"]), D=D, **DELTA_CONFIG.kwargs(),
+    )  # fmt: skip
+    common = dict(
+        sizes=(T, S, N, K), scale=options.scale, H=H, D=D, CAUSAL=options.is_causal,
+        PRECISION=dot_precision(options.precision),
+    )  # fmt: skip
+    config = dkdv_config or chosen_config("attention_dkdv", dkdv_default, H, D, q.dtype)
+    dk, dv = triton_call(
+        q, k, v, do, lse, delta,
+        kernel=attention_dkdv_kernel, out_type=(like(k), like(v)),
+        grid=b * K * triton.cdiv(S, config["BLOCK_S"]), **common, **config.kwargs(),
+    )  # fmt: skip
+    config = dq_config or chosen_config("attention_dq", dq_default, H, D, q.dtype)
+    dq = triton_call(
+        q, k, v, do, lse, delta,
+        kernel=attention_dq_kernel, out_type=like(q),
+        grid=b * N * triton.cdiv(T, config["BLOCK_T"]), **common, **config.kwargs(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+DELTA_CONFIG = Config(dict(BLOCK_T=32), num_warps=4)
+
+
+def dkdv_default(H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
+    return Config(dict(BLOCK_T=64, BLOCK_S=128), num_warps=8, num_stages=2)
+
+
+def dq_default(H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
+    return Config(dict(BLOCK_T=128, BLOCK_S=64), num_warps=8, num_stages=2)

@@ -1,0 +1,138 @@
+"""Attention forward.
+
+    o = softmax(scale * q k^T) v,  lse = log(sum(exp(scale * q k^T)))
+
+One program holds a tile of queries of one head and walks over tiles of keys, keeping the running maximum
+and sum of each row. Source: FlashAttention-2, https://arxiv.org/abs/2307.08691.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from .. import _autotune, _compile, _launch
+from .._autotune import Config
+from .._call import triton_call
+from .tiles import LN2, LOG2E, block_of, clean, has_bad, load_rows, store_rows
+
+
+@triton.jit
+def attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, sizes, scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q: b t n h, k: b s k h, v: b s k d -> o: b t n d, lse: b n t; sizes are (T, S, N, K),
+    and scale is not negative."""
+    T, S, N, K = sizes
+    blocks_t = tl.cdiv(T, BLOCK_T)
+    pid_t = tl.program_id(0) % blocks_t
+    bn = (tl.program_id(0) // blocks_t).to(tl.int64)
+    b, n = bn // N, bn % N
+    if CAUSAL:
+        pid_t = blocks_t - 1 - pid_t  # the longest rows first
+    start_t = pid_t * BLOCK_T
+    offs_t = start_t + tl.arange(0, BLOCK_T)
+    q_ptr += (b * T * N + n) * H
+    k_ptr += (b * S * K + n // (N // K)) * H
+    v_ptr += (b * S * K + n // (N // K)) * D
+    o_ptr += (b * T * N + n) * D
+    stop, full = S, S // BLOCK_S * BLOCK_S
+    if CAUSAL:  # the tile sees keys [0, stop), and all of its rows see [0, full)
+        stop = tl.minimum(tl.minimum(S, T), start_t + BLOCK_T)
+        full = tl.minimum(S, start_t) // BLOCK_S * BLOCK_S
+
+    q = load_rows(q_ptr, start_t, T, N * H, BLOCK_T, H, True)  # [BLOCK_T, H]
+    scale2 = scale * LOG2E
+    STEP: tl.constexpr = max(16, BLOCK_S // 2)  # where masked: fewer registers, less wasted
+    m = tl.full([BLOCK_T], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_T], tl.float32)
+    acc = tl.zeros([BLOCK_T, block_of(D)], tl.float32)
+    for start in tl.range(0, full, BLOCK_S):
+        k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
+        m_new = tl.maximum(m, tl.max(x, 1) * scale2)
+        p = tl.exp2(x * scale2 - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, False)  # [BLOCK_S, D]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    for start in tl.range(full, stop, STEP, num_stages=1):
+        k = load_rows(k_ptr, start, stop, K * H, STEP, H, True)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        offs_s = start + tl.arange(0, STEP)
+        visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
+        if CAUSAL:
+            visible = visible & (offs_s[None, :] <= offs_t[:, None])
+        x = tl.where(visible, x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x - m_safe[:, None])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_rows(v_ptr, start, stop, K * D, STEP, D, True)
+        if CAUSAL:
+            first_bad = tl.min(tl.where(has_bad(v), offs_s, T), 0)
+            acc = tl.where((offs_t >= first_bad)[:, None], float("nan"), acc)
+            v = clean(v)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+
+    acc = acc * tl.where(l == 0, 0.0, 1 / l)[:, None]
+    store_rows(o_ptr, acc, start_t, T, N * D, BLOCK_T, D)
+    lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * LN2)
+    tl.store(lse_ptr + bn * T + offs_t, lse, mask=offs_t < T)
+
+
+def attention_fwd(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, options: Any, config: Config | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """q: b t n h, k: b s k h, v: b s k d -> o: b t n d in the dtype of q, lse: b n t in float32.
+
+    Args:
+      options: has `scale`, `is_causal` and `precision`.
+      config: default: the tuned one, else `forward_config`.
+    """
+    (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
+    config = config or chosen_config("attention_fwd", forward_config, H, D, q.dtype)
+    if options.scale < 0:  # the kernel takes the maximum before it scales
+        q = -q
+    return triton_call(
+        q, k, v,
+        sizes=(T, S, N, K), scale=abs(options.scale),
+        kernel=attention_fwd_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((b, T, N, D), q.dtype),
+            jax.ShapeDtypeStruct((b, N, T), jnp.float32),
+        ),
+        grid=b * N * triton.cdiv(T, config["BLOCK_T"]),
+        H=H, D=D, CAUSAL=options.is_causal, PRECISION=dot_precision(options.precision),
+        **config.kwargs(),
+    )  # fmt: skip
+
+
+def dot_precision(precision: str | None) -> str:
+    """How tl.dot multiplies float32 under this matmul precision of JAX: in TF32 by default, as XLA on a
+    GPU; the dot algorithms of three and more passes, too, count as exact."""
+    exact = precision in ("float32", "highest") or (precision or "").startswith("F32_")
+    return "ieee" if exact or (precision or "").endswith(("_X3", "_X6", "_X9")) else "tf32"
+
+
+def chosen_config(op: str, default: Any, H: int, D: int, dtype: Any) -> Config:
+    """The tuned config for these head dims on the present device, else the default one."""
+    if _launch.interpreting():
+        return Config(dict(BLOCK_T=32, BLOCK_S=16))
+    device = _compile.device()
+    name = jnp.dtype(dtype).name
+    return _autotune.lookup(op, dict(H=H, D=D, dtype=name), default(H, D, dtype, device))
+
+
+def forward_config(H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
+    """Tiles that fit the shared memory and the registers of `device`, without spills."""
+    return Config(dict(BLOCK_T=128, BLOCK_S=64), num_warps=8, num_stages=3)

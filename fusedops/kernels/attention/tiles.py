@@ -1,0 +1,56 @@
+"""What the attention kernels share: tiles of rows in and out of memory, and values that a mask must hide."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.constexpr_function
+def block_of(size):
+    """The extent of a tile that holds a head dim: a power of two, and at least 16 for tl.dot."""
+    return max(16, triton.next_power_of_2(size))
+
+
+@triton.jit
+def load_rows(ptr, start, limit, stride, BLOCK_R: tl.constexpr, C: tl.constexpr, TAIL: tl.constexpr):
+    """Rows [start, start + BLOCK_R) of C columns, as [BLOCK_R, block_of(C)]; zeros beyond the columns and,
+    with TAIL, at rows from `limit` on."""
+    BLOCK_C: tl.constexpr = block_of(C)
+    offs_r, offs_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    ptr += tl.cast(start, tl.int64) * stride
+    ptrs = ptr + (offs_r[:, None] * stride + offs_c[None, :])
+    if TAIL:
+        mask = (start + offs_r < limit)[:, None]
+        if C != BLOCK_C:
+            mask = mask & (offs_c < C)[None, :]
+        x = tl.load(ptrs, mask=mask, other=0.0)
+    elif C != BLOCK_C:
+        x = tl.load(ptrs, mask=(offs_c < C)[None, :], other=0.0)
+    else:
+        x = tl.load(ptrs)
+    return x
+
+
+@triton.jit
+def store_rows(ptr, x, start, limit, stride, BLOCK_R: tl.constexpr, C: tl.constexpr):
+    """The inverse of `load_rows`; rows from `limit` on are not written."""
+    BLOCK_C: tl.constexpr = block_of(C)
+    offs_r, offs_c = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+    ptr += tl.cast(start, tl.int64) * stride
+    ptrs = ptr + (offs_r[:, None] * stride + offs_c[None, :])
+    mask = (start + offs_r < limit)[:, None] & (offs_c < C)[None, :]
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def clean(x):
+    """x with 0 for what is NaN or infinite, so that 0 * x is 0."""
+    return tl.where(x - x == 0, x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def has_bad(x):
+    """Which rows of x have a NaN or an infinity."""
+    return tl.max((x - x != 0).to(tl.int32), 1) > 0
