@@ -8,7 +8,6 @@ so their losses agree but for rounding; the exit status is 1 if they do not.
 
 import argparse
 import functools
-import importlib.util
 import os
 import statistics
 import sys
@@ -224,7 +223,9 @@ def compare(stock: Training, fused: Training, dtype: str) -> bool:
     """Prints both loss curves; returns whether they agree."""
     pairs = list(zip(stock.losses, fused.losses, strict=True))
     shown = sorted({round(x) for x in np.linspace(0, len(pairs) - 1, 11)})
-    rows = [(str(i + 1), f"{pairs[i][0]:.5f}", f"{pairs[i][1]:.5f}", f"{pairs[i][1] - pairs[i][0]:+.1e}") for i in shown]
+    rows = [
+        (str(i + 1), f"{pairs[i][0]:.5f}", f"{pairs[i][1]:.5f}", f"{pairs[i][1] - pairs[i][0]:+.1e}") for i in shown
+    ]
     print("\nLoss (nats per byte)")
     print(table(("step", "Flax", "fusedops", "difference"), *rows))
     norm = lambda tree: float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree))))

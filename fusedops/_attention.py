@@ -213,20 +213,24 @@ def _backward_reference(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """dq, dk and dv from what the forward pass keeps:
 
-        delta = rowsum(o * do) - dlse,  p = exp(x - lse),  ds = p * (do v^T - delta)
-        dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+    p = exp(x - lse),  dp = do v^T,  delta = rowsum(p * dp) - dlse,  ds = p * (dp - delta)
+    dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T do
+
+    delta is rowsum(o * do) - dlse, too, as the kernels have it; here p is at hand, and o was rounded. Rows of p
+    are brought to sum 1 again: x, computed twice, may differ in its last bit from what lse was taken of.
     """
     (b, t, n, h), s = q.shape, k.shape[1]
     if options.is_causal:
         k, v = k[:, :t], v[:, :t]
-    wide = lse.dtype
     rows = lambda x: x.reshape(b, k.shape[2], n // max(k.shape[2], 1), t)
-    delta = rows(jnp.sum(jnp.moveaxis(o.astype(wide) * do.astype(wide), 2, 1), axis=-1) - dlse)
     lse = rows(jnp.where(lse == -jnp.inf, jnp.inf, lse))
     visible = _visible(options, t, k.shape[1])
     p = _masked(visible, jnp.exp(_scores(options, q, k) - lse[..., None]), 0)
+    l = jnp.sum(p, axis=-1, keepdims=True)
+    p = p / jnp.where(l == 0, 1, l)
     do_ = _grouped(do, k)
     dp = _einsum(options, "btkgd,bskd->bkgts", do_, v)
+    delta = jnp.sum(_masked(visible, p * dp, 0), axis=-1) - rows(dlse)
     ds = _masked(visible, p * (dp - delta[..., None]), 0).astype(q.dtype)
     hide = _clean if options.is_causal else lambda x: x
     dq = _einsum(options, "bkgts,bskh->btkgh", ds, hide(k)) * options.scale
@@ -268,13 +272,13 @@ def _launch_backward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, j
 def _describe_forward(options: Options, q: Any, k: Any, v: Any) -> str:
     from .kernels import attention as kernels
 
-    return kernels.describe_fwd(q.shape[-1], v.shape[-1], q.dtype)
+    return kernels.describe(q.shape[-1], v.shape[-1], q.dtype, "fwd")
 
 
 def _describe_backward(options: Options, q: Any, k: Any, v: Any, *_: Any) -> str:
     from .kernels import attention as kernels
 
-    return kernels.describe_bwd(q.shape[-1], v.shape[-1], q.dtype)
+    return kernels.describe(q.shape[-1], v.shape[-1], q.dtype, "dkdv", "dq")
 
 
 _QKV = ("b t n h", "b s k h", "b s k d")

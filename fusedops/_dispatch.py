@@ -246,5 +246,17 @@ def _entry(eqn: Any, platform: str) -> Entry:
     if interpret:
         return Entry(op.name, shapes, "triton", op.name, "inside fusedops.interpret(): Triton's interpreter on the CPU")
     if platform == "cuda":
-        return Entry(op.name, shapes, "triton", op.describe(static, *avals), "the kernels cover this case")
+        return Entry(op.name, shapes, "triton", _described(op, static, avals), "the kernels cover this case")
     return Entry(op.name, shapes, "xla", "the reference, plain JAX", f"there are no kernels for platform {platform}")
+
+
+def _described(op: Op, static: Any, avals: list[Any]) -> str:
+    """Kernel and config on the GPU of this machine, or on an sm_90 where it has none."""
+    from .kernels import _compile
+
+    try:
+        chosen = _compile.device()
+    except RuntimeError:
+        chosen = _compile.device_for(90)
+    with _compile.use_device(chosen):
+        return op.describe(static, *avals)

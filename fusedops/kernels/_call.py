@@ -13,7 +13,7 @@ import numpy as np
 
 from . import _compile, _launch
 from ._compile import private
-from ._launch import Absent, Array, Call, Descriptor, Output, Scalar, Variant, leaves
+from ._operands import Absent, Array, Call, Descriptor, Output, Scalar, Variant, leaves, triton_type
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 _OPTION_DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
@@ -303,7 +303,7 @@ def _leaf(title: str, name: str, value: Any, arrays: list[Any]) -> Any:
             f"{title}: {name}: expected an array, a scalar, None or a tuple of these, got {type(value).__name__}"
         )
     value = jnp.asarray(value) if isinstance(value, np.ndarray) else value
-    _launch.triton_type(value.dtype, f"{title}: {name}")
+    triton_type(value.dtype, f"{title}: {name}")
     arrays.append(value)
     return Array(len(arrays) - 1, np.dtype(value.dtype))
 
@@ -332,7 +332,7 @@ def _out_type(title: str, out: Any) -> jax.ShapeDtypeStruct:
     if not (hasattr(out, "shape") and hasattr(out, "dtype")):
         raise TypeError(f"{title}: out_type: expected objects with shape and dtype, got {out!r}")
     dtype = jax.dtypes.canonicalize_dtype(out.dtype)
-    _launch.triton_type(dtype, f"{title}: out_type")
+    triton_type(dtype, f"{title}: out_type")
     return jax.ShapeDtypeStruct(tuple(out.shape), dtype)
 
 

@@ -43,7 +43,9 @@ def matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:
     """The setting of `jax.default_matmul_precision` that a Flax `precision` stands for."""
     if precision is None:
         return contextlib.nullcontext()
-    return jax.default_matmul_precision(precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision)
+    return jax.default_matmul_precision(
+        precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision
+    )
 
 
 def leave_kernels(reasons: Iterable[str | None], implementation: str | None, flax: str, *arrays: jax.Array) -> bool:

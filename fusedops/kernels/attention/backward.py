@@ -10,14 +10,13 @@ Source: FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithm 2, with dq
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from .. import _compile
 from .._autotune import Config
 from .._call import triton_call
-from .forward import chosen_config, dot_precision
+from .configs import DELTA, chosen_config
+from .forward import dot_precision
 from .tiles import LOG2E, block_of, clean, has_bad, load_rows, store_rows
 
 
@@ -75,7 +74,8 @@ def attention_dkdv_kernel(
     v = load_rows(v_ptr, start_s, stop, K * D, BLOCK_S, D, True)  # [BLOCK_S, D]
     dk = tl.zeros([BLOCK_S, block_of(H)], tl.float32)
     dv = tl.zeros([BLOCK_S, block_of(D)], tl.float32)
-    for g in range(0, G):
+    last_bad = tl.full([], -1, tl.int32)  # the last query whose NaN or infinity a mask may have to hide
+    for g in range(G):
         bn = b * N + kh * G + g
         q_row = q_ptr + (b * T * N + kh * G + g) * H
         do_row = do_ptr + (b * T * N + kh * G + g) * D
@@ -88,8 +88,7 @@ def attention_dkdv_kernel(
                 visible = offs_s[:, None] <= offs_t[None, :]
                 p = tl.where(visible, tl.exp2(x * scale2 - lse[None, :]), 0.0)
                 do = load_rows(do_row, start, T, N * D, STEP, D, True)  # [STEP, D]
-                last_bad = tl.max(tl.where(has_bad(do), offs_t, -1), 0)
-                dv = tl.where((offs_s <= last_bad)[:, None], float("nan"), dv)
+                last_bad = tl.maximum(last_bad, tl.max(tl.where(has_bad(do), offs_t, -1), 0))
                 dv = tl.dot(p.to(do.dtype), clean(do), dv, input_precision=PRECISION)
                 dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                 ds = tl.where(visible, p * (dp - delta[None, :]), 0.0).to(q.dtype)
@@ -106,6 +105,8 @@ def attention_dkdv_kernel(
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
 
+    if CAUSAL:
+        dv = tl.where((offs_s <= last_bad)[:, None], float("nan"), dv)
     store_rows(dk_ptr + (b * S * K + kh) * H, dk * scale, start_s, S, K * H, BLOCK_S, H)
     store_rows(dv_ptr + (b * S * K + kh) * D, dv, start_s, S, K * D, BLOCK_S, D)
 
@@ -182,33 +183,22 @@ def attention_bwd(
     delta = triton_call(
         o, do, dlse,
         sizes=(T, N), kernel=attention_delta_kernel, out_type=like(lse),
-        grid=b * N * triton.cdiv(T, DELTA_CONFIG["BLOCK_T"]), D=D, **DELTA_CONFIG.kwargs(),
+        grid=b * N * triton.cdiv(T, DELTA["BLOCK_T"]), D=D, **DELTA.kwargs(),
     )  # fmt: skip
     common = dict(
         sizes=(T, S, N, K), scale=options.scale, H=H, D=D, CAUSAL=options.is_causal,
         PRECISION=dot_precision(options.precision),
     )  # fmt: skip
-    config = dkdv_config or chosen_config("attention_dkdv", dkdv_default, H, D, q.dtype)
+    config = dkdv_config or chosen_config("dkdv", H, D, q.dtype)
     dk, dv = triton_call(
         q, k, v, do, lse, delta,
         kernel=attention_dkdv_kernel, out_type=(like(k), like(v)),
         grid=b * K * triton.cdiv(S, config["BLOCK_S"]), **common, **config.kwargs(),
     )  # fmt: skip
-    config = dq_config or chosen_config("attention_dq", dq_default, H, D, q.dtype)
+    config = dq_config or chosen_config("dq", H, D, q.dtype)
     dq = triton_call(
         q, k, v, do, lse, delta,
         kernel=attention_dq_kernel, out_type=like(q),
         grid=b * N * triton.cdiv(T, config["BLOCK_T"]), **common, **config.kwargs(),
     )  # fmt: skip
     return dq, dk, dv
-
-
-DELTA_CONFIG = Config(dict(BLOCK_T=32), num_warps=4)
-
-
-def dkdv_default(H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
-    return Config(dict(BLOCK_T=64, BLOCK_S=128), num_warps=8, num_stages=2)
-
-
-def dq_default(H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
-    return Config(dict(BLOCK_T=128, BLOCK_S=64), num_warps=8, num_stages=2)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from .. import _autotune, _compile, _launch
 from .._autotune import Config
 from .._call import triton_call
+from .configs import chosen_config
 from .tiles import LN2, LOG2E, block_of, clean, has_bad, load_rows, store_rows
 
 
@@ -51,6 +51,7 @@ def attention_fwd_kernel(
     m = tl.full([BLOCK_T], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_T], tl.float32)
     acc = tl.zeros([BLOCK_T, block_of(D)], tl.float32)
+    first_bad = tl.full([], 2147483647, tl.int32)  # the first key whose NaN or infinity a mask may have to hide
     for start in tl.range(0, full, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
@@ -78,13 +79,14 @@ def attention_fwd_kernel(
         acc = acc * alpha[:, None]
         v = load_rows(v_ptr, start, stop, K * D, STEP, D, True)
         if CAUSAL:
-            first_bad = tl.min(tl.where(has_bad(v), offs_s, T), 0)
-            acc = tl.where((offs_t >= first_bad)[:, None], float("nan"), acc)
+            first_bad = tl.minimum(first_bad, tl.min(tl.where(has_bad(v), offs_s, 2147483647), 0))
             v = clean(v)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
 
     acc = acc * tl.where(l == 0, 0.0, 1 / l)[:, None]
+    if CAUSAL:
+        acc = tl.where((offs_t >= first_bad)[:, None], float("nan"), acc)
     store_rows(o_ptr, acc, start_t, T, N * D, BLOCK_T, D)
     lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(lse_ptr + bn * T + offs_t, lse, mask=offs_t < T)
@@ -97,10 +99,10 @@ def attention_fwd(
 
     Args:
       options: has `scale`, `is_causal` and `precision`.
-      config: default: the tuned one, else `forward_config`.
+      config: default: `chosen_config`.
     """
     (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
-    config = config or chosen_config("attention_fwd", forward_config, H, D, q.dtype)
+    config = config or chosen_config("fwd", H, D, q.dtype)
     if options.scale < 0:  # the kernel takes the maximum before it scales
         q = -q
     return triton_call(
@@ -122,17 +124,3 @@ def dot_precision(precision: str | None) -> str:
     GPU; the dot algorithms of three and more passes, too, count as exact."""
     exact = precision in ("float32", "highest") or (precision or "").startswith("F32_")
     return "ieee" if exact or (precision or "").endswith(("_X3", "_X6", "_X9")) else "tf32"
-
-
-def chosen_config(op: str, default: Any, H: int, D: int, dtype: Any) -> Config:
-    """The tuned config for these head dims on the present device, else the default one."""
-    if _launch.interpreting():
-        return Config(dict(BLOCK_T=32, BLOCK_S=16))
-    device = _compile.device()
-    name = jnp.dtype(dtype).name
-    return _autotune.lookup(op, dict(H=H, D=D, dtype=name), default(H, D, dtype, device))
-
-
-def forward_config(H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
-    """Tiles that fit the shared memory and the registers of `device`, without spills."""
-    return Config(dict(BLOCK_T=128, BLOCK_S=64), num_warps=8, num_stages=3)

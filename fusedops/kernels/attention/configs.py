@@ -1,0 +1,72 @@
+"""Which tiles the attention kernels use: a pure function of head dims, dtype and device.
+
+Each row of the tables is BLOCK_T, BLOCK_S, warps, stages and the most bytes of register spills that ptxas
+reports for it over the architectures of its table, with and without a causal mask, under Triton 3.6 and 3.9;
+the lint test holds every config to them. Rows fit the shared memory of every chip of their table.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import _autotune, _compile, _launch
+from .._autotune import Config
+
+INTERPRETER = Config(dict(BLOCK_T=32, BLOCK_S=16))
+DELTA = Config(dict(BLOCK_T=32), num_warps=4)
+
+# kernel -> bytes of the dtype -> head dim (the larger one, as a power of two) -> row
+LARGE = {  # 227 KB of shared memory: sm_90, sm_100
+    "fwd": {
+        2: {64: (64, 64, 4, 3, 0), 128: (64, 64, 4, 3, 8), 256: (128, 64, 8, 2, 108)},
+        4: {64: (64, 32, 4, 2, 0), 128: (64, 32, 4, 2, 8), 256: (32, 32, 4, 2, 0)},
+    },
+    "dkdv": {
+        2: {64: (64, 64, 4, 2, 144), 128: (64, 128, 8, 2, 744), 256: (32, 64, 8, 2, 2436)},
+        4: {64: (32, 32, 4, 1, 0), 128: (32, 32, 4, 1, 8), 256: (32, 16, 8, 1, 0)},
+    },
+    "dq": {
+        2: {64: (64, 64, 4, 3, 0), 128: (128, 64, 8, 3, 48), 256: (128, 32, 8, 2, 80)},
+        4: {64: (32, 32, 4, 1, 0), 128: (32, 32, 4, 1, 0), 256: (32, 16, 8, 1, 0)},
+    },
+}
+SMALL = {  # 99 KB: consumer cards of sm_86, sm_89 and sm_120; sm_80 has 163 KB, and more of them per block
+    "fwd": {
+        2: {64: (64, 64, 4, 3, 8), 128: (64, 64, 4, 3, 0), 256: (64, 32, 8, 2, 0)},
+        4: {64: (64, 32, 4, 2, 0), 128: (64, 32, 4, 2, 0), 256: (32, 16, 4, 2, 0)},
+    },
+    "dkdv": {
+        2: {64: (32, 64, 4, 2, 44), 128: (32, 64, 8, 2, 0), 256: (32, 32, 8, 1, 0)},
+        4: {64: (32, 32, 4, 1, 24), 128: (32, 32, 4, 1, 0), 256: (16, 16, 8, 1, 0)},
+    },
+    "dq": {
+        2: {64: (64, 64, 4, 2, 0), 128: (64, 64, 4, 2, 0), 256: (32, 64, 8, 1, 0)},
+        4: {64: (32, 32, 4, 1, 0), 128: (32, 32, 4, 1, 0), 256: (32, 16, 8, 1, 0)},
+    },
+}
+
+
+def row(kernel: str, H: int, D: int, dtype: Any, device: _compile.Device) -> tuple[int, int, int, int, int]:
+    """The default's row for "fwd", "dkdv" or "dq"."""
+    table = LARGE if device.shared_memory >= 200 * 1024 else SMALL
+    wide = max(H, D)
+    return table[kernel][jnp.dtype(dtype).itemsize][64 if wide <= 64 else 128 if wide <= 128 else 256]
+
+
+def default_config(kernel: str, H: int, D: int, dtype: Any, device: _compile.Device) -> Config:
+    """The config where nothing was tuned."""
+    block_t, block_s, warps, stages, _ = row(kernel, H, D, dtype, device)
+    return Config(dict(BLOCK_T=block_t, BLOCK_S=block_s), warps, stages)
+
+
+def chosen_config(kernel: str, H: int, D: int, dtype: Any) -> Config:
+    """The tuned config for these head dims on the present device, else the default one."""
+    if _launch.interpreting():
+        return INTERPRETER
+    key = dict(H=H, D=D, dtype=jnp.dtype(dtype).name)
+    return _autotune.lookup(f"attention_{kernel}", key, default_config(kernel, H, D, dtype, _compile.device()))
+
+
+def describe(H: int, D: int, dtype: Any, *kernels: str) -> str:
+    """Kernels and their configs, for `explain`."""
+    return "; ".join(f"attention_{k}_kernel ({chosen_config(k, H, D, dtype)})" for k in kernels)
