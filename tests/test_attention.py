@@ -140,11 +140,13 @@ class TestMeaning:
     def test_as_jax_nn(self, scale, causal):
         q, k, v, *_ = draw(33, 20, N=4, K=2)
         options = dict(scale=scale, is_causal=causal, return_residual=True)
-        tolerance = 1e-6 if jax.default_backend() == "cpu" else 1e-2
-        results = fusedops.attention(q, k, v, **options), jax.nn.dot_product_attention(q, k, v, **options)
-        for got, expected in zip(*results, strict=True):
+        with jax.default_matmul_precision("highest"):
+            results = fusedops.attention(q, k, v, **options), jax.nn.dot_product_attention(q, k, v, **options)
+        with jax.enable_x64(True):
+            truth = jax.nn.dot_product_attention(*(jnp.asarray(x, "float64") for x in (q, k, v)), **options)
+        for got, expected, exact in zip(*results, truth, strict=True):
             assert got.shape == expected.shape
-            assert error(got, expected).peak < tolerance
+            assert_within_budget(got, expected, exact)
 
     def test_negative_scale_gradients(self):
         check(*draw(20, 33), scale=-0.4, is_causal=True)

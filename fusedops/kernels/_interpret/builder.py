@@ -230,13 +230,12 @@ class _Arithmetic:
         return handle(high.astype(f"u{lhs.data.itemsize}").view(lhs.data.dtype), lhs.dtype)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        """Sums in float32, whatever the input precision; in float64 where that is exact or asked for."""
+        """Sums in float64 and rounds once, whatever the input precision."""
         out = d.data.dtype
-        dtype = np.float32 if out.kind not in "iu" and out != np.float64 else np.float64
-        product = np.matmul(a.data.astype(dtype), b.data.astype(dtype))
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
         if out.kind in "iu":
             product = product.astype(np.int64).astype(out)
-        return handle((product + d.data.astype(product.dtype)).astype(out), d.dtype)
+        return handle((product + d.data).astype(out), d.dtype)
 
     def create_dot_scaled(
         self, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any,

@@ -17,7 +17,7 @@ from .._autotune import Config
 from .._call import triton_call
 from .configs import DELTA, chosen_config
 from .forward import dot_precision
-from .tiles import LOG2E, block_of, clean, has_bad, load_rows, store_rows
+from .tiles import block_of, clean, exponential, has_bad, load_rows, store_rows, unit
 
 
 @triton.jit
@@ -31,17 +31,19 @@ def attention_delta_kernel(
     bn = (tl.program_id(0) // blocks_t).to(tl.int64)
     base = (bn // N * T * N + bn % N) * D
     offs_t = start_t + tl.arange(0, BLOCK_T)
-    o = load_rows(o_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(tl.float32)
-    do = load_rows(do_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(tl.float32)
+    WIDE: tl.constexpr = tl.float64 if o_ptr.dtype.element_ty == tl.float32 else tl.float32
+    o = load_rows(o_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(WIDE)
+    do = load_rows(do_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(WIDE)
     dlse = tl.load(dlse_ptr + bn * T + offs_t, mask=offs_t < T, other=0.0)
-    tl.store(delta_ptr + bn * T + offs_t, tl.sum(o * do, 1) - dlse, mask=offs_t < T)
+    tl.store(delta_ptr + bn * T + offs_t, (tl.sum(o * do, 1) - dlse).to(tl.float32), mask=offs_t < T)
 
 
 @triton.jit
-def load_statistics(lse_ptr, delta_ptr, offs_t, T):
-    """Base-2 logsumexp and delta of rows; +inf, which makes p zero, where a row sees no key or is none."""
+def load_statistics(lse_ptr, delta_ptr, offs_t, T, EXACT: tl.constexpr):
+    """Logsumexp, in the unit of the logits, and delta of rows; a logsumexp of +inf, which makes p zero, where
+    a row sees no key or is none."""
     lse = tl.load(lse_ptr + offs_t, mask=offs_t < T, other=float("inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = tl.where(lse == float("-inf"), float("inf"), unit(lse, EXACT))
     return lse, tl.load(delta_ptr + offs_t, mask=offs_t < T, other=0.0)
 
 
@@ -67,7 +69,8 @@ def attention_dkdv_kernel(
         stop = tl.minimum(S, T)
         first = start_s // BLOCK_T * BLOCK_T
         full = tl.cdiv(start_s + BLOCK_S - 1, BLOCK_T) * BLOCK_T
-    scale2 = scale * LOG2E
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    scale2 = unit(scale, EXACT)
     STEP: tl.constexpr = max(16, BLOCK_T // 2)  # where masked: fewer registers, less wasted
 
     k = load_rows(k_ptr, start_s, stop, K * H, BLOCK_S, H, True)  # [BLOCK_S, H]
@@ -83,10 +86,10 @@ def attention_dkdv_kernel(
             for start in tl.range(first, tl.minimum(full, T), STEP, num_stages=1):
                 offs_t = start + tl.arange(0, STEP)
                 q = load_rows(q_row, start, T, N * H, STEP, H, True)  # [STEP, H]
-                lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T)
+                lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T, EXACT)
                 x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_S, STEP]
                 visible = offs_s[:, None] <= offs_t[None, :]
-                p = tl.where(visible, tl.exp2(x * scale2 - lse[None, :]), 0.0)
+                p = tl.where(visible, exponential(x * scale2 - lse[None, :], EXACT), 0.0)
                 do = load_rows(do_row, start, T, N * D, STEP, D, True)  # [STEP, D]
                 last_bad = tl.maximum(last_bad, tl.max(tl.where(has_bad(do), offs_t, -1), 0))
                 dv = tl.dot(p.to(do.dtype), clean(do), dv, input_precision=PRECISION)
@@ -96,9 +99,9 @@ def attention_dkdv_kernel(
         for start in tl.range(full, T, BLOCK_T):
             offs_t = start + tl.arange(0, BLOCK_T)
             q = load_rows(q_row, start, T, N * H, BLOCK_T, H, True)
-            lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T)
+            lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T, EXACT)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = tl.exp2(x * scale2 - lse[None, :])
+            p = exponential(x * scale2 - lse[None, :], EXACT)
             do = load_rows(do_row, start, T, N * D, BLOCK_T, D, True)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -136,19 +139,20 @@ def attention_dq_kernel(
     if CAUSAL:  # the tile sees keys [0, stop), and all of its rows see [0, full)
         stop = tl.minimum(tl.minimum(S, T), start_t + BLOCK_T)
         full = tl.minimum(S, start_t) // BLOCK_S * BLOCK_S
-    scale2 = scale * LOG2E
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    scale2 = unit(scale, EXACT)
     STEP: tl.constexpr = max(16, BLOCK_S // 2)
 
     q = load_rows(q_ptr, start_t, T, N * H, BLOCK_T, H, True)  # [BLOCK_T, H]
     do = load_rows(do_ptr, start_t, T, N * D, BLOCK_T, D, True)  # [BLOCK_T, D]
-    lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T)
+    lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T, EXACT)
     dq = tl.zeros([BLOCK_T, block_of(H)], tl.float32)
     for start in tl.range(0, full, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
         v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, False)  # [BLOCK_S, D]
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        p = tl.exp2(x * scale2 - lse[:, None])
+        p = exponential(x * scale2 - lse[:, None], EXACT)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     for start in tl.range(full, stop, STEP, num_stages=1):
@@ -160,7 +164,7 @@ def attention_dq_kernel(
         visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
         if CAUSAL:
             visible = visible & (offs_s[None, :] <= offs_t[:, None])
-        p = tl.exp2(x * scale2 - lse[:, None])
+        p = exponential(x * scale2 - lse[:, None], EXACT)
         ds = tl.where(visible, p * (dp - delta[:, None]), 0.0).to(k.dtype)
         dq = tl.dot(ds, clean(k), dq, input_precision=PRECISION)
 

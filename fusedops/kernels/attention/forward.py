@@ -16,7 +16,7 @@ import triton.language as tl
 from .._autotune import Config
 from .._call import triton_call
 from .configs import chosen_config
-from .tiles import LN2, LOG2E, block_of, clean, has_bad, load_rows, store_rows
+from .tiles import block_of, clean, exponential, has_bad, load_rows, logsumexp, store_rows, unit
 
 
 @triton.jit
@@ -46,7 +46,8 @@ def attention_fwd_kernel(
         full = tl.minimum(S, start_t) // BLOCK_S * BLOCK_S
 
     q = load_rows(q_ptr, start_t, T, N * H, BLOCK_T, H, True)  # [BLOCK_T, H]
-    scale2 = scale * LOG2E
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    scale = unit(scale, EXACT)
     STEP: tl.constexpr = max(16, BLOCK_S // 2)  # where masked: fewer registers, less wasted
     m = tl.full([BLOCK_T], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_T], tl.float32)
@@ -55,9 +56,9 @@ def attention_fwd_kernel(
     for start in tl.range(0, full, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
-        m_new = tl.maximum(m, tl.max(x, 1) * scale2)
-        p = tl.exp2(x * scale2 - m_new[:, None])
-        alpha = tl.exp2(m - m_new)
+        m_new = tl.maximum(m, tl.max(x, 1) * scale)
+        p = exponential(x * scale - m_new[:, None], EXACT)
+        alpha = exponential(m - m_new, EXACT)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, False)  # [BLOCK_S, D]
@@ -65,7 +66,7 @@ def attention_fwd_kernel(
         m = m_new
     for start in tl.range(full, stop, STEP, num_stages=1):
         k = load_rows(k_ptr, start, stop, K * H, STEP, H, True)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         offs_s = start + tl.arange(0, STEP)
         visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
         if CAUSAL:
@@ -73,8 +74,8 @@ def attention_fwd_kernel(
         x = tl.where(visible, x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(x - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
+        p = exponential(x - m_safe[:, None], EXACT)
+        alpha = exponential(m - m_safe, EXACT)
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = load_rows(v_ptr, start, stop, K * D, STEP, D, True)
@@ -88,8 +89,7 @@ def attention_fwd_kernel(
     if CAUSAL:
         acc = tl.where((offs_t >= first_bad)[:, None], float("nan"), acc)
     store_rows(o_ptr, acc, start_t, T, N * D, BLOCK_T, D)
-    lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * LN2)
-    tl.store(lse_ptr + bn * T + offs_t, lse, mask=offs_t < T)
+    tl.store(lse_ptr + bn * T + offs_t, logsumexp(m, l, EXACT), mask=offs_t < T)
 
 
 def attention_fwd(

@@ -54,3 +54,32 @@ def clean(x):
 def has_bad(x):
     """Which rows of x have a NaN or an infinity."""
     return tl.max((x - x != 0).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def unit(scale, EXACT: tl.constexpr):
+    """What logits are multiplied by for `exponential`: base 2 is cheaper, base e rounds once less and is for
+    float32."""
+    if EXACT:
+        return scale
+    else:
+        return scale * LOG2E
+
+
+@triton.jit
+def exponential(x, EXACT: tl.constexpr):
+    """exp of what `unit` scaled."""
+    if EXACT:
+        return tl.exp(x)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def logsumexp(m, l, EXACT: tl.constexpr):
+    """Natural logarithm of l times the exponential of m; -inf where l is 0."""
+    if EXACT:
+        lse = m + tl.log(l)
+    else:
+        lse = (m + tl.log2(l)) * LN2
+    return tl.where(l == 0, float("-inf"), lse)
