@@ -1,4 +1,4 @@
-"""Attention backward, deterministic, in three kernels.
+"""Attention backward, deterministic, in three kernels: statistics of rows, dk and dv, dq.
 
     delta = rowsum(o * do) - dlse
     p = exp(scale * q k^T - lse),  ds = p * (do v^T - delta)
@@ -10,6 +10,7 @@ Source: FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithm 2, with dq
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -17,7 +18,7 @@ from .._autotune import Config
 from .._call import triton_call
 from .configs import DELTA, chosen_config
 from .forward import dot_precision
-from .tiles import block_of, clean, exponential, has_bad, load_rows, store_rows, unit
+from .tiles import block_of, clean, has_bad, load_rows, store_rows, unit
 
 
 @triton.jit
@@ -31,20 +32,80 @@ def attention_delta_kernel(
     bn = (tl.program_id(0) // blocks_t).to(tl.int64)
     base = (bn // N * T * N + bn % N) * D
     offs_t = start_t + tl.arange(0, BLOCK_T)
-    WIDE: tl.constexpr = tl.float64 if o_ptr.dtype.element_ty == tl.float32 else tl.float32
-    o = load_rows(o_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(WIDE)
-    do = load_rows(do_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(WIDE)
+    o = load_rows(o_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(tl.float32)
+    do = load_rows(do_ptr + base, start_t, T, N * D, BLOCK_T, D, True).to(tl.float32)
     dlse = tl.load(dlse_ptr + bn * T + offs_t, mask=offs_t < T, other=0.0)
-    tl.store(delta_ptr + bn * T + offs_t, (tl.sum(o * do, 1) - dlse).to(tl.float32), mask=offs_t < T)
+    tl.store(delta_ptr + bn * T + offs_t, tl.sum(o * do, 1) - dlse, mask=offs_t < T)
 
 
 @triton.jit
-def load_statistics(lse_ptr, delta_ptr, offs_t, T, EXACT: tl.constexpr):
-    """Logsumexp, in the unit of the logits, and delta of rows; a logsumexp of +inf, which makes p zero, where
-    a row sees no key or is none."""
-    lse = tl.load(lse_ptr + offs_t, mask=offs_t < T, other=float("inf"))
+def load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT: tl.constexpr):
+    """Of rows: logsumexp in the unit of the logits, its correction, and delta. A logsumexp of +inf makes p
+    zero, where a row sees no key or is none."""
+    mask = offs_t < T
+    lse = tl.load(lse_ptr + bn * T + offs_t, mask=mask, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), unit(lse, EXACT))
-    return lse, tl.load(delta_ptr + offs_t, mask=offs_t < T, other=0.0)
+    if EXACT:
+        delta = tl.load(delta_ptr + bn * 2 * T + offs_t, mask=mask, other=0.0)
+        correction = tl.load(delta_ptr + (bn * 2 + 1) * T + offs_t, mask=mask, other=0.0)
+    else:
+        delta = tl.load(delta_ptr + bn * T + offs_t, mask=mask, other=0.0)
+        correction = tl.zeros_like(delta)
+    return lse, correction, delta
+
+
+@triton.jit
+def probability(x, lse, correction, EXACT: tl.constexpr):
+    if EXACT:
+        return tl.exp((x - lse) - correction)
+    else:
+        return tl.exp2(x - lse)
+
+
+@triton.jit
+def attention_statistics_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dlse_ptr, stats_ptr, sizes, scale,
+    H: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For float32, where rounding o and lse would show: stats: b n 2 t holds delta as the sum of p * dp, and
+    the logarithm of the sum of p, which corrects lse. One program: a tile of queries of one head."""
+    T, S, N, K = sizes
+    blocks_t = tl.cdiv(T, BLOCK_T)
+    start_t = tl.program_id(0) % blocks_t * BLOCK_T
+    bn = (tl.program_id(0) // blocks_t).to(tl.int64)
+    b, n = bn // N, bn % N
+    offs_t = start_t + tl.arange(0, BLOCK_T)
+    k_ptr += (b * S * K + n // (N // K)) * H
+    v_ptr += (b * S * K + n // (N // K)) * D
+    stop = S
+    if CAUSAL:
+        stop = tl.minimum(tl.minimum(S, T), start_t + BLOCK_T)
+
+    q = load_rows(q_ptr + (b * T * N + n) * H, start_t, T, N * H, BLOCK_T, H, True)
+    do = load_rows(do_ptr + (b * T * N + n) * D, start_t, T, N * D, BLOCK_T, D, True)
+    lse = tl.load(lse_ptr + bn * T + offs_t, mask=offs_t < T, other=float("inf"))
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    delta = tl.zeros([BLOCK_T], tl.float32)
+    for start in tl.range(0, stop, BLOCK_S):
+        k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, True)
+        v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, True)
+        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        offs_s = start + tl.arange(0, BLOCK_S)
+        visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
+        if CAUSAL:
+            visible = visible & (offs_s[None, :] <= offs_t[:, None])
+        p = tl.where(visible, tl.exp(x * scale - lse[:, None]), 0.0)
+        total += tl.sum(p, 1)
+        delta += tl.sum(tl.where(visible, p * dp, 0.0), 1)
+
+    total = tl.where(total == 0, 1.0, total)
+    dlse = tl.load(dlse_ptr + bn * T + offs_t, mask=offs_t < T, other=0.0)
+    stats_ptr += bn * 2 * T
+    tl.store(stats_ptr + offs_t, delta / total - dlse, mask=offs_t < T)
+    tl.store(stats_ptr + T + offs_t, tl.log(total), mask=offs_t < T)
 
 
 @triton.jit
@@ -86,10 +147,10 @@ def attention_dkdv_kernel(
             for start in tl.range(first, tl.minimum(full, T), STEP, num_stages=1):
                 offs_t = start + tl.arange(0, STEP)
                 q = load_rows(q_row, start, T, N * H, STEP, H, True)  # [STEP, H]
-                lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T, EXACT)
+                lse, correction, delta = load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT)
                 x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_S, STEP]
                 visible = offs_s[:, None] <= offs_t[None, :]
-                p = tl.where(visible, exponential(x * scale2 - lse[None, :], EXACT), 0.0)
+                p = tl.where(visible, probability(x * scale2, lse[None, :], correction[None, :], EXACT), 0.0)
                 do = load_rows(do_row, start, T, N * D, STEP, D, True)  # [STEP, D]
                 last_bad = tl.maximum(last_bad, tl.max(tl.where(has_bad(do), offs_t, -1), 0))
                 dv = tl.dot(p.to(do.dtype), clean(do), dv, input_precision=PRECISION)
@@ -99,9 +160,9 @@ def attention_dkdv_kernel(
         for start in tl.range(full, T, BLOCK_T):
             offs_t = start + tl.arange(0, BLOCK_T)
             q = load_rows(q_row, start, T, N * H, BLOCK_T, H, True)
-            lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T, EXACT)
+            lse, correction, delta = load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT)
             x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            p = exponential(x * scale2 - lse[None, :], EXACT)
+            p = probability(x * scale2, lse[None, :], correction[None, :], EXACT)
             do = load_rows(do_row, start, T, N * D, BLOCK_T, D, True)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -145,14 +206,14 @@ def attention_dq_kernel(
 
     q = load_rows(q_ptr, start_t, T, N * H, BLOCK_T, H, True)  # [BLOCK_T, H]
     do = load_rows(do_ptr, start_t, T, N * D, BLOCK_T, D, True)  # [BLOCK_T, D]
-    lse, delta = load_statistics(lse_ptr + bn * T, delta_ptr + bn * T, offs_t, T, EXACT)
+    lse, correction, delta = load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT)
     dq = tl.zeros([BLOCK_T, block_of(H)], tl.float32)
     for start in tl.range(0, full, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
         v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, False)  # [BLOCK_S, D]
         x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        p = exponential(x * scale2 - lse[:, None], EXACT)
+        p = probability(x * scale2, lse[:, None], correction[:, None], EXACT)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     for start in tl.range(full, stop, STEP, num_stages=1):
@@ -164,7 +225,7 @@ def attention_dq_kernel(
         visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
         if CAUSAL:
             visible = visible & (offs_s[None, :] <= offs_t[:, None])
-        p = exponential(x * scale2 - lse[:, None], EXACT)
+        p = probability(x * scale2, lse[:, None], correction[:, None], EXACT)
         ds = tl.where(visible, p * (dp - delta[:, None]), 0.0).to(k.dtype)
         dq = tl.dot(ds, clean(k), dq, input_precision=PRECISION)
 
@@ -184,25 +245,33 @@ def attention_bwd(
     """
     (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    delta = triton_call(
-        o, do, dlse,
-        sizes=(T, N), kernel=attention_delta_kernel, out_type=like(lse),
-        grid=b * N * triton.cdiv(T, DELTA["BLOCK_T"]), D=D, **DELTA.kwargs(),
-    )  # fmt: skip
     common = dict(
         sizes=(T, S, N, K), scale=options.scale, H=H, D=D, CAUSAL=options.is_causal,
         PRECISION=dot_precision(options.precision),
     )  # fmt: skip
+    dq_config = dq_config or chosen_config("dq", H, D, q.dtype)
+    rows_grid = b * N * triton.cdiv(T, dq_config["BLOCK_T"])
+    if q.dtype == jnp.float32:
+        delta = triton_call(
+            q, k, v, do, lse, dlse,
+            kernel=attention_statistics_kernel, out_type=jax.ShapeDtypeStruct((b, N, 2, T), jnp.float32),
+            grid=rows_grid, **common, **dq_config.kwargs(),
+        )  # fmt: skip
+    else:
+        delta = triton_call(
+            o, do, dlse,
+            sizes=(T, N), kernel=attention_delta_kernel, out_type=like(lse),
+            grid=b * N * triton.cdiv(T, DELTA["BLOCK_T"]), D=D, **DELTA.kwargs(),
+        )  # fmt: skip
     config = dkdv_config or chosen_config("dkdv", H, D, q.dtype)
     dk, dv = triton_call(
         q, k, v, do, lse, delta,
         kernel=attention_dkdv_kernel, out_type=(like(k), like(v)),
         grid=b * K * triton.cdiv(S, config["BLOCK_S"]), **common, **config.kwargs(),
     )  # fmt: skip
-    config = dq_config or chosen_config("dq", H, D, q.dtype)
     dq = triton_call(
         q, k, v, do, lse, delta,
         kernel=attention_dq_kernel, out_type=like(q),
-        grid=b * N * triton.cdiv(T, config["BLOCK_T"]), **common, **config.kwargs(),
+        grid=rows_grid, **common, **dq_config.kwargs(),
     )  # fmt: skip
     return dq, dk, dv
