@@ -1,8 +1,9 @@
 """GPU tests and benchmarks within a time limit: `python -m benchmarks.gpu_session [PART ...]`.
 
 Each part runs in a process of its own with its own timeout, so that a kernel that hangs costs one part; a part
-that fails does not stop the next. Logs and result files go to $OUT (default ./out), a short table is printed
-last. Nothing needs to be installed: run it from the root of a checkout.
+that fails does not stop the next. Tests run side by side, then the benchmarks one by one. Logs and result files
+go to $OUT (default ./out), a short table is printed last. Nothing needs to be installed: run it from the root
+of a checkout.
 
 Parts, in the order given (default: gpu-tests launch attention):
   gpu-tests          every test file that has tests marked `gpu`, those tests only
@@ -16,12 +17,14 @@ Parts, in the order given (default: gpu-tests launch attention):
 """
 
 import argparse
+import concurrent.futures
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,12 +32,22 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 DEFAULT = ("gpu-tests", "launch", "attention")
 HEAD_DIMS = (64, 128, 256)
+CACHE = Path(tempfile.gettempdir()) / "fusedops-gpu-session"  # platformdirs may not be installed
+TOGETHER = 8  # tests at the same time
 WITHOUT_TIMEOUT = importlib.util.find_spec("pytest_timeout") is None
 
 
 def pytest_addoption(parser: Any) -> None:
     """As a plugin, where pytest-timeout is not installed: its setting is known, and ignored."""
-    parser.addini("timeout", "of pytest-timeout, which is not installed")
+    if WITHOUT_TIMEOUT:
+        parser.addini("timeout", "of pytest-timeout, which is not installed")
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """As a plugin: says at once what failed and what took long, should the part be killed later."""
+    if report.failed or report.duration > 10:
+        print(f"\n{report.nodeid} {report.when}: {report.outcome}, {report.duration:.1f} s")
+        print(report.longreprtext[-3000:], flush=True)
 
 
 class Part(NamedTuple):
@@ -82,17 +95,18 @@ def parts(name: str, out: Path) -> list[Part]:
 
 def run(part: Part, timeout: float, log: Path) -> Outcome:
     """Runs a part with its output in the log; kills it and its children at the timeout."""
-    plugin = ["-p", "benchmarks.gpu_session"] if WITHOUT_TIMEOUT else []
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *plugin, *part.arguments]
+    plugin = ["-p", "benchmarks.gpu_session", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", *plugin, *part.arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"FUSEDOPS_CACHE_DIR": str(CACHE), **os.environ}
+    environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if part.results is not None:  # the result file is written at the end, so there must be one
         command.append(f"--budget={max(timeout - 40, timeout / 2):g}")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    else:  # beside others, and not for speed
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     start = time.monotonic()
-    with log.open("ab") as file:
-        file.write(f"\n===== {part.name}: {' '.join(command)}\n".encode())
-        file.flush()
-        begin = file.tell()
+    with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -105,14 +119,21 @@ def run(part: Part, timeout: float, log: Path) -> Outcome:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    output = log.read_bytes()[begin:].decode(errors="replace")
-    return Outcome(part, status, time.monotonic() - start, output)
+        file.seek(0)
+        output = file.read().decode(errors="replace")
+    outcome = Outcome(part, status, time.monotonic() - start, output)
+    with log.open("a") as file:
+        file.write(f"\n===== {part.name}: {' '.join(command)}\n{output}")
+    print(f"{part.name}: {status}, {outcome.seconds:.1f} s, {last_line(outcome)}", flush=True)
+    return outcome
 
 
 def last_line(outcome: Outcome) -> str:
     """pytest's count, or the last line there is."""
     lines = [line.strip("= ") for line in outcome.output.splitlines() if line.strip()]
-    counts = [line for line in lines if " in " in line and any(w in line for w in ("passed", "failed", "error", "skip"))]
+    counts = [
+        line for line in lines if " in " in line and any(w in line for w in ("passed", "failed", "error", "skip"))
+    ]
     return (counts or lines or ["no output"])[-1][:80]
 
 
@@ -139,8 +160,8 @@ def launch_lines(found: list[dict[str, Any]]) -> list[str]:
             )
         if row["op"] == "first call":
             lines.append(
-                f"first call {row['variant']:<6} {row['process']:<6} process: trace and lower {row['lower_seconds']:.2f}"
-                f" s, compile {row['compile_seconds']:.2f} s, run {row['run_seconds']:.3f} s"
+                f"first call {row['variant']:<6} {row['process']:<6} process: lower {row['lower_seconds']:.2f} s, "
+                f"compile {row['compile_seconds']:.2f} s, run {row['run_seconds']:.3f} s"
             )
     return lines
 
@@ -188,15 +209,14 @@ def main(arguments: list[str]) -> int:
     out = Path(os.environ.get("OUT") or "out").resolve()
     out.mkdir(parents=True, exist_ok=True)
     log = out / "session.log"
-    outcomes: list[Outcome] = []
+    left = lambda: options.limit - (time.monotonic() - start)
     waiting = [part for name in options.part for part in parts(name, out)]
-    while waiting:
-        left = options.limit - (time.monotonic() - start)
-        if left < 20:
-            break
-        outcome = run(waiting[0], min(waiting.pop(0).timeout, left - 5), log)
-        outcomes.append(outcome)
-        print(f"{outcome.part.name}: {outcome.status}, {outcome.seconds:.1f} s, {last_line(outcome)}", flush=True)
+    tests = [part for part in waiting if part.results is None]
+    with concurrent.futures.ThreadPoolExecutor(TOGETHER) as pool:
+        outcomes = list(pool.map(lambda part: run(part, min(part.timeout, left() - 5), log), tests))
+    waiting = [part for part in waiting if part.results is not None]
+    while waiting and left() > 20:
+        outcomes.append(run(waiting[0], min(waiting.pop(0).timeout, left() - 5), log))
     text = summary(outcomes, [part.name for part in waiting])
     (out / "summary.txt").write_text(text + "\n")
     print("\n" + text)

@@ -15,6 +15,7 @@ does not answer, burst falls back to `queued_seconds`; on a CPU both modes are t
 measure of a GPU.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -225,10 +226,8 @@ def environment() -> dict[str, str]:
     facts = {"date": time.strftime("%Y-%m-%d"), "device": device, "python": platform.python_version()}
     facts["fusedops"] = fusedops.__version__
     for package in ("jax", "jaxlib", "triton"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     if commit := _output(git):
         facts["commit"] = commit

@@ -82,7 +82,8 @@ def attention(
     if scale is None:
         scale = max(sizes["H"], 1) ** -0.5
     check_number("attention", "scale", scale)
-    options = Options(float(scale), bool(is_causal), jax.config.jax_default_matmul_precision, implementation)
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    options = Options(float(scale), bool(is_causal), precision, implementation)
 
     lead = sizes["B"]
     q, k, v = (x.reshape(-1 if x.size else _product(lead), *x.shape[-3:]) for x in (query, key, value))
@@ -129,7 +130,8 @@ def _choose(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return run(FORWARD, options, q, k, v, implementation=options.implementation)
+    o, lse = run(FORWARD, options, q, k, v, implementation=options.implementation)
+    return o, lse
 
 
 def _attention_fwd(options: Options, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -219,7 +221,7 @@ def _backward_reference(
     delta is rowsum(o * do) - dlse, too, as the kernels have it; here p is at hand, and o was rounded. Rows of p
     are brought to sum 1 again: x, computed twice, may differ in its last bit from what lse was taken of.
     """
-    (b, t, n, h), s = q.shape, k.shape[1]
+    (b, t, n, _h), s = q.shape, k.shape[1]
     if options.is_causal:
         k, v = k[:, :t], v[:, :t]
     rows = lambda x: x.reshape(b, k.shape[2], n // max(k.shape[2], 1), t)

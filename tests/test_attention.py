@@ -45,9 +45,7 @@ def both_ways(q, k, v, do, dlse, implementation=None, **options):
     """o, lse, dq, dk and dv, jitted."""
 
     def run(q, k, v, do, dlse):
-        fn = functools.partial(
-            fusedops.attention, return_residual=True, implementation=implementation, **options
-        )
+        fn = functools.partial(fusedops.attention, return_residual=True, implementation=implementation, **options)
         results, vjp = jax.vjp(fn, q, k, v)
         return *results, *vjp((do, dlse))
 
@@ -69,9 +67,7 @@ def check(*arrays, **options):
 @everywhere
 class TestShapes:
     @masks
-    @pytest.mark.parametrize(
-        ("T", "S"), [(1, 7), (7, 1), (2, 5), (5, 2), (15, 16), (17, 33), (64, 65), (129, 65)], ids=str
-    )
+    @pytest.mark.parametrize("T, S", [(1, 7), (7, 1), (2, 5), (5, 2), (15, 16), (17, 33), (64, 65), (129, 65)], ids=str)
     def test_lengths(self, T, S, causal):
         check(*draw(T, S, B=4), is_causal=causal)
 
@@ -79,11 +75,11 @@ class TestShapes:
     def test_head_dims(self, D):
         check(*draw(19, 21, H=D, B=1 if D > 8 else 8), is_causal=True)
 
-    @pytest.mark.parametrize(("H", "D"), [(192, 128), (24, 8), (8, 40), (3, 130)], ids=str)
+    @pytest.mark.parametrize("H, D", [(192, 128), (24, 8), (8, 40), (3, 130)], ids=str)
     def test_value_dim_differs(self, H, D):
         check(*draw(18, 35, H=H, D=D), is_causal=False)
 
-    @pytest.mark.parametrize(("N", "K"), [(3, 3), (6, 3), (5, 1), (8, 2), (71, 1)], ids=str)
+    @pytest.mark.parametrize("N, K", [(3, 3), (6, 3), (5, 1), (8, 2), (71, 1)], ids=str)
     def test_grouped_heads(self, N, K):
         check(*draw(9, 18, N=N, K=K, B=1), is_causal=True)
 
@@ -126,7 +122,7 @@ class TestShapes:
 @everywhere
 class TestMeaning:
     @masks
-    @pytest.mark.parametrize(("T", "S"), [(2, 5), (5, 2), (1, 7), (4, 9), (40, 37)], ids=str)
+    @pytest.mark.parametrize("T, S", [(2, 5), (5, 2), (1, 7), (4, 9), (40, 37)], ids=str)
     def test_which_keys_are_visible(self, T, S, causal):
         """A one-hot value per key reads off which keys each query saw."""
         q, k, *_ = draw(T, S, N=1)
@@ -269,7 +265,7 @@ class TestFrame:
             fusedops.attention(q, k, v, implementation="triton")
 
     @pytest.mark.parametrize(
-        ("change", "kind", "message"),
+        "change, kind, message",
         [
             (dict(key=(2, 6, 1, 8)), ValueError, "key has shape"),
             (dict(value=(2, 7, 1, 16)), ValueError, "value has shape"),

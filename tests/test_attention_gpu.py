@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("B", "T", "S", "N", "K", "H", "D", "dtype", "causal"), CASES)
+@pytest.mark.parametrize("B, T, S, N, K, H, D, dtype, causal", CASES)
 def test_budgets(B, T, S, N, K, H, D, dtype, causal):
     arrays = draw(B, T, S, N, K, H, D, dtype)
     with jax.default_matmul_precision("highest"):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("matplotlib")
-from benchmarks import report, timing  # noqa: E402
+from benchmarks import report, timing
 
 ROOT = Path(__file__).parents[1]
 

@@ -65,7 +65,7 @@ def test_launches(causal):
     B, S, H, D = 2, 2048, 16, 128
     q, k, v = (jax.random.normal(key, (B, S, H, D), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
     table = jnp.array(g.schedule(S, B * H, 132, causal), jnp.int32)
-    args, options = operands(q, k, v, table, causal)
+    _args, _options = operands(q, k, v, table, causal)
 
     @jax.jit
     def attention(q, k, v):

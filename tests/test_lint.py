@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("triton")
-from fusedops import triton_compile  # noqa: E402
-from fusedops.kernels import _compile  # noqa: E402
-from fusedops.kernels.attention import backward, configs, forward  # noqa: E402
+from fusedops import triton_compile
+from fusedops.kernels import _compile
+from fusedops.kernels.attention import backward, configs, forward
 
 FULL = os.environ.get("FUSEDOPS_LINT") == "full"
 CASES = [
@@ -41,7 +41,7 @@ def compile_attention(kernel, H, dtype, capability, causal, config):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "H", "dtype", "capability", "causal"), CASES)
+@pytest.mark.parametrize("kernel, H, dtype, capability, causal", CASES)
 def test_attention(kernel, H, dtype, capability, causal):
     device = _compile.device_for(capability)
     config = configs.default_config(kernel, H, H, dtype, device)

@@ -26,7 +26,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "meta", tuple(sorted(dict(self.meta).items())))
 
-    def kwargs(self) -> dict[str, int]:
+    def kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `triton_call`."""
         return {**dict(self.meta), "num_warps": self.num_warps, "num_stages": self.num_stages}
 

@@ -245,7 +245,7 @@ def attention_bwd(
     """
     (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    common = dict(
+    common: dict[str, Any] = dict(
         sizes=(T, S, N, K), scale=options.scale, H=H, D=D, CAUSAL=options.is_causal,
         PRECISION=dot_precision(options.precision),
     )  # fmt: skip

@@ -78,8 +78,5 @@ def exponential(x, EXACT: tl.constexpr):
 @triton.jit
 def logsumexp(m, l, EXACT: tl.constexpr):
     """Natural logarithm of l times the exponential of m; -inf where l is 0."""
-    if EXACT:
-        lse = m + tl.log(l)
-    else:
-        lse = (m + tl.log2(l)) * LN2
+    lse = m + tl.log(l) if EXACT else (m + tl.log2(l)) * LN2
     return tl.where(l == 0, float("-inf"), lse)
