@@ -8,7 +8,7 @@ of a checkout.
 Parts, in the order given (default: gpu-tests launch attention):
   gpu-tests          every test file that has tests marked `gpu`, those tests only
   test_NAME          the tests marked `gpu` of tests/test_NAME.py
-  all:test_NAME      all its tests
+  all:test_NAME      all its tests; test_NAME::test_that or ::TestThose for some
   launch             launch cost, first call: launch.json
   quick              attention at three shapes: quick.json
   attention          attention, every shape: attention-64.json, attention-128.json, attention-256.json
@@ -88,8 +88,10 @@ def parts(name: str, out: Path) -> list[Part]:
     if name == "sustained":
         return [benchmark(name, "test_attention.py", 200, "--quick", "--mode", "sustained")]
     test, only_gpu = name.removeprefix("all:"), not name.startswith("all:")
+    test, _, inside = test.partition("::")
     if (ROOT / "tests" / f"{test}.py").is_file():
-        return [Part(name, [f"tests/{test}.py", *(["-m", "gpu"] if only_gpu else [])], 180 if only_gpu else 400)]
+        arguments = [f"tests/{test}.py{inside and '::'}{inside}", *(["-m", "gpu"] if only_gpu else [])]
+        return [Part(name, arguments, 180 if only_gpu else 400)]
     raise SystemExit(f"unknown part {name!r}\n\n{__doc__}")
 
 

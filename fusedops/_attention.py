@@ -274,13 +274,13 @@ def _launch_backward(options: Options, *arrays: jax.Array) -> tuple[jax.Array, j
 def _describe_forward(options: Options, q: Any, k: Any, v: Any) -> str:
     from .kernels import attention as kernels
 
-    return kernels.describe(q.shape[-1], v.shape[-1], q.dtype, "fwd")
+    return kernels.describe(options, q, v, "fwd")
 
 
 def _describe_backward(options: Options, q: Any, k: Any, v: Any, *_: Any) -> str:
     from .kernels import attention as kernels
 
-    return kernels.describe(q.shape[-1], v.shape[-1], q.dtype, "dkdv", "dq")
+    return kernels.describe(options, q, v, "dkdv", "dq")
 
 
 _QKV = ("b t n h", "b s k h", "b s k d")

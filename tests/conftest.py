@@ -9,6 +9,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")  # on a GPU it would be TF32
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -301,7 +301,7 @@ class TestFrame:
 
     def test_matmul_precision_is_that_of_the_call(self):
         pytest.importorskip("triton")
-        from fusedops.kernels.attention.forward import dot_precision
+        from fusedops.kernels.attention.configs import dot_precision
 
         cases = {None: "tf32", "default": "tf32", "tensorfloat32": "tf32", "highest": "ieee", "float32": "ieee"}
         assert {name: dot_precision(name) for name in cases} == cases
@@ -328,7 +328,7 @@ def test_every_default_tile(interpret, causal):
     """Forced in turn, at lengths that no tile divides."""
     from fusedops.kernels.attention import attention_bwd, attention_fwd
 
-    options = _attention.Options(0.25, causal, None, None)
+    options = _attention.Options(0.25, causal, "highest", None)
     q, k, v, do, dlse = draw(70, 67, N=2, B=1)
     o, lse = _attention._forward_reference(options, q, k, v)
     residuals = (q, k, v, o, lse, do, jnp.swapaxes(dlse, 1, 2))

@@ -4,7 +4,6 @@
 names it, and a test resolves the whole list. Compiled kernels are kept in memory and on disk.
 """
 
-import base64
 import contextlib
 import contextvars
 import dataclasses
@@ -222,22 +221,8 @@ def _first(pattern: str, text: str) -> str:
 
 @functools.lru_cache(maxsize=512)
 def _assemble(ptx: str, capability: int) -> tuple[bytes, str]:
-    """Machine code and ptxas's log, from disk where this ptxas has seen the same text."""
-    ptxas = private("triton.backends.nvidia.compiler.get_ptxas")(capability)
-    text = repr((_CACHE_FORMAT, ptx, architecture(capability), ptxas.version))
-    folder = cache_dir()
-    path = folder / "cubin" / f"{hashlib.sha256(text.encode()).hexdigest()}.json" if folder else None
-    try:
-        entry = json.loads(path.read_text()) if path else {}
-        return base64.b64decode(entry["cubin"]), entry["log"]
-    except (OSError, ValueError, KeyError):
-        cubin, log = _run_ptxas(ptxas.path, ptx, capability)
-    if path:
-        write_atomically(path, json.dumps({"cubin": base64.b64encode(cubin).decode(), "log": log}))
-    return cubin, log
-
-
-def _run_ptxas(ptxas: str, ptx: str, capability: int) -> tuple[bytes, str]:
+    """Machine code and ptxas's log."""
+    ptxas = private("triton.backends.nvidia.compiler.get_ptxas")(capability).path
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
@@ -246,38 +231,6 @@ def _run_ptxas(ptxas: str, ptx: str, capability: int) -> tuple[bytes, str]:
         if done.returncode:
             raise KernelCompileError(f"ptxas refused the kernel's PTX:\n{done.stdout}{done.stderr}")
         return target.read_bytes(), done.stdout.replace(folder, "") + done.stderr.replace(folder, "")
-
-
-def serialize_launch(gpu: Any, compiled: "Compiled", ptx: str, grid: tuple[int, int, int], parameters: Any, name: str,
-                     metadata: bytes) -> bytes:  # fmt: skip
-    """The message that jaxlib's custom call takes. XLA copies its text at every launch, so where jaxlib is
-    known to accept machine code (field numbers of jaxlib/gpu/triton.proto) that goes in, and a hash
-    stands for the PTX: an attention kernel then launches in half of the time."""
-    c, version = compiled, tuple(int(n) for n in jax.lib.__version__.split(".")[:3] if n.isdigit())
-    embed = (0, 11, 2) <= version < (0, 13)
-    cubin = _assemble(ptx, c.capability)[0] if embed else b""
-    text = hashlib.sha256(cubin).hexdigest() if embed else ptx
-    kernel = gpu.TritonKernel(
-        c.name, c.num_warps, c.num_ctas, c.shared_memory, text, "", c.capability, c.scratch_size, c.scratch_align
-    )
-    proto = gpu.TritonKernelCall(kernel, *grid, parameters).to_proto(name, metadata)
-    if embed:
-        image = _field(1, cubin) + _field(2, c.name.encode()) + _varint(3 << 3) + _varint(c.shared_memory)
-        proto += _field(1, _field(1, _field(11, image)))  # call, kernel, module_image; parts of a message merge
-    return proto
-
-
-def _field(number: int, payload: bytes) -> bytes:
-    """A length-delimited field of a protocol buffer."""
-    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*encoded, value])
 
 
 def architecture(capability: int) -> str:

@@ -256,11 +256,13 @@ def _lower_cuda(ctx: Any, *operands: Any, call: Call) -> Any:
     capability = call.compute_capability or _compile.device().capability
     variant = call.variants[0] if len(call.variants) == 1 else _fastest(call, ctx.avals_in, capability)
     launch = _prepare(call, variant, capability)
+    c = launch.compiled
     if call.debug:
-        print(launch.compiled.ptx)
-    proto = _compile.serialize_launch(
-        gpu, launch.compiled, launch.ptx, variant.grid, launch.parameters, call.name, call.serialized_metadata
+        print(c.ptx)
+    kernel = gpu.TritonKernel(
+        c.name, c.num_warps, c.num_ctas, c.shared_memory, launch.ptx, "", c.capability, c.scratch_size, c.scratch_align
     )
+    proto = gpu.TritonKernelCall(kernel, *variant.grid, launch.parameters).to_proto(call.name, call.serialized_metadata)
     place = {output: i for i, output in enumerate(launch.outputs)}
     attributes: dict[str, Any] = {"opaque": zlib.compress(proto)}
     if call.cost_estimate:

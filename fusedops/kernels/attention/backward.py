@@ -16,9 +16,8 @@ import triton.language as tl
 
 from .._autotune import Config
 from .._call import triton_call
-from .configs import DELTA, chosen_config
-from .forward import dot_precision
-from .tiles import block_of, clean, has_bad, load_rows, store_rows, unit
+from .configs import DELTA, chosen_config, dot_precision, kind
+from .tiles import block_of, clean, dot, exponential, has_bad, load_rows, store_rows, unit
 
 
 @triton.jit
@@ -57,7 +56,7 @@ def load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT: tl.constexpr):
 @triton.jit
 def probability(x, lse, correction, EXACT: tl.constexpr):
     if EXACT:
-        return tl.exp((x - lse) - correction)
+        return exponential((x - lse) - correction, True)
     else:
         return tl.exp2(x - lse)
 
@@ -91,13 +90,13 @@ def attention_statistics_kernel(
     for start in tl.range(0, stop, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, True)
         v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, True)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        x = dot(q, k, PRECISION)
+        dp = dot(do, v, PRECISION)
         offs_s = start + tl.arange(0, BLOCK_S)
         visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
         if CAUSAL:
             visible = visible & (offs_s[None, :] <= offs_t[:, None])
-        p = tl.where(visible, tl.exp(x * scale - lse[:, None]), 0.0)
+        p = tl.where(visible, exponential(x * scale - lse[:, None], True), 0.0)
         total += tl.sum(p, 1)
         delta += tl.sum(tl.where(visible, p * dp, 0.0), 1)
 
@@ -148,24 +147,24 @@ def attention_dkdv_kernel(
                 offs_t = start + tl.arange(0, STEP)
                 q = load_rows(q_row, start, T, N * H, STEP, H, True)  # [STEP, H]
                 lse, correction, delta = load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT)
-                x = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [BLOCK_S, STEP]
+                x = dot(k, q, PRECISION)  # [BLOCK_S, STEP]
                 visible = offs_s[:, None] <= offs_t[None, :]
                 p = tl.where(visible, probability(x * scale2, lse[None, :], correction[None, :], EXACT), 0.0)
                 do = load_rows(do_row, start, T, N * D, STEP, D, True)  # [STEP, D]
                 last_bad = tl.maximum(last_bad, tl.max(tl.where(has_bad(do), offs_t, -1), 0))
                 dv = tl.dot(p.to(do.dtype), clean(do), dv, input_precision=PRECISION)
-                dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                dp = dot(v, do, PRECISION)
                 ds = tl.where(visible, p * (dp - delta[None, :]), 0.0).to(q.dtype)
                 dk = tl.dot(ds, clean(q), dk, input_precision=PRECISION)
         for start in tl.range(full, T, BLOCK_T):
             offs_t = start + tl.arange(0, BLOCK_T)
             q = load_rows(q_row, start, T, N * H, BLOCK_T, H, True)
             lse, correction, delta = load_statistics(lse_ptr, delta_ptr, bn, offs_t, T, EXACT)
-            x = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            x = dot(k, q, PRECISION)
             p = probability(x * scale2, lse[None, :], correction[None, :], EXACT)
             do = load_rows(do_row, start, T, N * D, BLOCK_T, D, True)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            dp = dot(v, do, PRECISION)
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
 
@@ -211,16 +210,16 @@ def attention_dq_kernel(
     for start in tl.range(0, full, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
         v = load_rows(v_ptr, start, stop, K * D, BLOCK_S, D, False)  # [BLOCK_S, D]
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        x = dot(q, k, PRECISION)  # [BLOCK_T, BLOCK_S]
+        dp = dot(do, v, PRECISION)
         p = probability(x * scale2, lse[:, None], correction[:, None], EXACT)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     for start in tl.range(full, stop, STEP, num_stages=1):
         k = load_rows(k_ptr, start, stop, K * H, STEP, H, True)
         v = load_rows(v_ptr, start, stop, K * D, STEP, D, True)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        x = dot(q, k, PRECISION)
+        dp = dot(do, v, PRECISION)
         offs_s = start + tl.arange(0, STEP)
         visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
         if CAUSAL:
@@ -245,11 +244,12 @@ def attention_bwd(
     """
     (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    precision = dot_precision(options.precision)
     common: dict[str, Any] = dict(
         sizes=(T, S, N, K), scale=options.scale, H=H, D=D, CAUSAL=options.is_causal,
-        PRECISION=dot_precision(options.precision),
+        PRECISION=precision,
     )  # fmt: skip
-    dq_config = dq_config or chosen_config("dq", H, D, q.dtype)
+    dq_config = dq_config or chosen_config("dq", H, D, kind(q.dtype, precision))
     rows_grid = b * N * triton.cdiv(T, dq_config["BLOCK_T"])
     if q.dtype == jnp.float32:
         delta = triton_call(
@@ -263,7 +263,7 @@ def attention_bwd(
             sizes=(T, N), kernel=attention_delta_kernel, out_type=like(lse),
             grid=b * N * triton.cdiv(T, DELTA["BLOCK_T"]), D=D, **DELTA.kwargs(),
         )  # fmt: skip
-    config = dkdv_config or chosen_config("dkdv", H, D, q.dtype)
+    config = dkdv_config or chosen_config("dkdv", H, D, kind(q.dtype, precision))
     dk, dv = triton_call(
         q, k, v, do, lse, delta,
         kernel=attention_dkdv_kernel, out_type=(like(k), like(v)),

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from .._autotune import Config
 from .._call import triton_call
-from .configs import chosen_config
-from .tiles import block_of, clean, exponential, has_bad, load_rows, logsumexp, store_rows, unit
+from .configs import chosen_config, dot_precision, kind
+from .tiles import block_of, clean, dot, exponential, has_bad, load_rows, logsumexp, store_rows, unit
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def attention_fwd_kernel(
     first_bad = tl.full([], 2147483647, tl.int32)  # the first key whose NaN or infinity a mask may have to hide
     for start in tl.range(0, full, BLOCK_S):
         k = load_rows(k_ptr, start, stop, K * H, BLOCK_S, H, False)  # [BLOCK_S, H]
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BLOCK_T, BLOCK_S]
+        x = dot(q, k, PRECISION)  # [BLOCK_T, BLOCK_S]
         m_new = tl.maximum(m, tl.max(x, 1) * scale)
         p = exponential(x * scale - m_new[:, None], EXACT)
         alpha = exponential(m - m_new, EXACT)
@@ -66,7 +66,7 @@ def attention_fwd_kernel(
         m = m_new
     for start in tl.range(full, stop, STEP, num_stages=1):
         k = load_rows(k_ptr, start, stop, K * H, STEP, H, True)
-        x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        x = dot(q, k, PRECISION) * scale
         offs_s = start + tl.arange(0, STEP)
         visible = (offs_s < stop)[None, :] & (offs_t >= 0)[:, None]
         if CAUSAL:
@@ -102,7 +102,8 @@ def attention_fwd(
       config: default: `chosen_config`.
     """
     (b, T, N, H), (S, K, D) = q.shape, v.shape[1:]
-    config = config or chosen_config("fwd", H, D, q.dtype)
+    precision = dot_precision(options.precision)
+    config = config or chosen_config("fwd", H, D, kind(q.dtype, precision))
     if options.scale < 0:  # the kernel takes the maximum before it scales
         q = -q
     return triton_call(
@@ -114,13 +115,6 @@ def attention_fwd(
             jax.ShapeDtypeStruct((b, N, T), jnp.float32),
         ),
         grid=b * N * triton.cdiv(T, config["BLOCK_T"]),
-        H=H, D=D, CAUSAL=options.is_causal, PRECISION=dot_precision(options.precision),
+        H=H, D=D, CAUSAL=options.is_causal, PRECISION=precision,
         **config.kwargs(),
     )  # fmt: skip
-
-
-def dot_precision(precision: str | None) -> str:
-    """How tl.dot multiplies float32 under this matmul precision of JAX: in TF32 by default, as XLA on a
-    GPU; the dot algorithms of three and more passes, too, count as exact."""
-    exact = precision in ("float32", "highest") or (precision or "").startswith("F32_")
-    return "ieee" if exact or (precision or "").endswith(("_X3", "_X6", "_X9")) else "tf32"

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -57,6 +58,21 @@ def has_bad(x):
 
 
 @triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a @ b.T, for a [M, C] and b [N, C]. In exact float32, sums of more than 64 terms are halved, as a running
+    sum of all would lose more to rounding than plain JAX does."""
+    M: tl.constexpr = a.shape[0]
+    N: tl.constexpr = b.shape[0]
+    C: tl.constexpr = a.shape[1]
+    if PRECISION == "ieee" and a.dtype == tl.float32 and C > 64:
+        a0, a1 = tl.split(tl.permute(tl.reshape(a, [M, 2, C // 2]), [0, 2, 1]))
+        b0, b1 = tl.split(tl.permute(tl.reshape(b, [N, 2, C // 2]), [0, 2, 1]))
+        return dot(a0, b0, PRECISION) + dot(a1, b1, PRECISION)
+    else:
+        return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+
+
+@triton.jit
 def unit(scale, EXACT: tl.constexpr):
     """What logits are multiplied by for `exponential`: base 2 is cheaper, base e rounds once less and is for
     float32."""
@@ -68,9 +84,9 @@ def unit(scale, EXACT: tl.constexpr):
 
 @triton.jit
 def exponential(x, EXACT: tl.constexpr):
-    """exp of what `unit` scaled."""
+    """exp of what `unit` scaled; to a unit in the last place with EXACT, for which tl.exp is too rough."""
     if EXACT:
-        return tl.exp(x)
+        return libdevice.exp(x)
     else:
         return tl.exp2(x)
 
