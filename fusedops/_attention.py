@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ._attention_rules import Rules, check_rules
+from ._attention_rules import reference as reference_with_rules
 from ._checks import check, check_choice, check_dtype, check_number
 from ._dispatch import IMPLEMENTATIONS, Op, note, run
 
@@ -26,15 +28,25 @@ def attention(
     query: Any,
     key: Any,
     value: Any,
+    bias: Any = None,
+    mask: Any = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
+    query_offset: Any = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """Scaled dot-product attention, a superset of `jax.nn.dot_product_attention`.
 
-        O = softmax(scale * Q K^T) V
+        O = softmax(mask(soft_cap(scale * Q K^T + bias))) V
 
     B = leading (batch) axes, T = query length, S = key and value length, N = query heads, K = key and
     value heads (N is a multiple of K; each serves N/K neighbouring query heads), H = head dim of query
@@ -44,13 +56,34 @@ def attention(
       query: *B T N H, with any number of leading axes.
       key: *B S K H.
       value: *B S K D.
+      bias: added to the scaled logits; floating, and broadcasts to *B N T S.
+      mask: True where a query sees a key; boolean, and broadcasts to *B N T S. All rules hold together.
       scale: of the logits; default H**-0.5.
       is_causal: query t sees keys s <= t (aligned top-left):
 
           T = 3, S = 5:   1 0 0 0 0
                           1 1 0 0 0
                           1 1 1 0 0
-      return_residual: also return the logsumexp of each row of scaled logits.
+      query_offset: the position of query 0 among the keys, for `is_causal` and windows; an integer, or an
+        integer array that broadcasts to *B. S - T aligns bottom-right; with a cache of keys it is the number
+        of tokens in the cache before this call. Causal with query_offset = 2:
+
+          T = 3, S = 5:   1 1 1 0 0
+                          1 1 1 1 0
+                          1 1 1 1 1
+      query_seq_lengths, key_value_seq_lengths: how many queries and keys there are, the others being
+        padding; integers that broadcast to *B.
+      local_window_size: (left, right), how many neighbours on each side a query sees beside its own
+        position; one integer for both. (1, 0):
+
+          T = 3, S = 5:   1 0 0 0 0
+                          1 1 0 0 0
+                          0 1 1 0 0
+      query_segment_ids, key_value_segment_ids: integers *B T and *B S, each of which may broadcast along *B; a
+        query sees the keys of its own segment. Without the second, the first stands for both.
+      logits_soft_cap: a positive number c; logits become c * tanh(logits / c), before any mask.
+      sinks: N floating logits, one per query head, of a key without value: they take a share of the softmax.
+      return_residual: also return the logsumexp of each row of logits, its sink included.
       implementation: None for the best that there is (the kernels on a CUDA GPU, else plain JAX), "xla"
         for plain JAX, "triton" for the kernels or an error. `fusedops.explain` says what runs and why.
 
@@ -59,9 +92,11 @@ def attention(
       logarithm), *B T N in float32, which has gradients, too.
 
     Numerics: float16, bfloat16 and float32 by the kernels; logits, softmax and sums are in float32, and
-    the probabilities are rounded to the dtype of value before they multiply it. Products of float32 follow
+    the probabilities are rounded to the dtype of value before they multiply it. The kernels take scale and
+    is_causal so far; every other option runs plain JAX, which holds all logits in memory. Products of float32 follow
     `jax.default_matmul_precision`: TF32 on a GPU unless it is "highest" or "float32". float64 and complex
-    dtypes run plain JAX. A row that sees no key (S = 0) gives 0, logsumexp -inf and zero gradients. NaN or
+    dtypes run plain JAX. A row that sees no key gives 0, logsumexp -inf (its sink, if it has one) and zero
+    gradients. NaN or
     infinities in keys and values that a row does not see do not reach its result. Results are the same
     bits from run to run.
 
@@ -69,12 +104,15 @@ def attention(
     named "fusedops_attention_out" and "fusedops_attention_lse" for `jax.checkpoint` policies.
 
     Raises:
-      ValueError: shapes do not fit each other, dtypes differ, or `implementation` is unknown.
-      TypeError: an argument is not an array of floating or complex dtype, or `scale` is not a number.
+      ValueError: shapes do not fit each other, dtypes differ, `implementation` is unknown, or a number is
+        out of its range.
+      TypeError: an argument is not an array of the kind that it must be, or not a number.
       NotImplementedError: implementation="triton" and the kernels do not cover the case.
 
     Sources: Attention Is All You Need, https://arxiv.org/abs/1706.03762; FlashAttention-2,
-    https://arxiv.org/abs/2307.08691; grouped heads, https://arxiv.org/abs/2305.13245.
+    https://arxiv.org/abs/2307.08691; grouped heads, https://arxiv.org/abs/2305.13245; windows,
+    https://arxiv.org/abs/2004.05150; soft cap, https://arxiv.org/abs/2408.00118; sinks,
+    https://arxiv.org/abs/2309.17453 and https://arxiv.org/abs/2508.10925.
     """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     sizes = _check(query, key, value)
@@ -82,12 +120,18 @@ def attention(
     if scale is None:
         scale = max(sizes["H"], 1) ** -0.5
     check_number("attention", "scale", scale)
+    rules = check_rules(query, key, value, dict(
+        bias=bias, mask=mask, query_offset=query_offset, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size,
+        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap, sinks=sinks,
+    ))  # fmt: skip
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     options = Options(float(scale), bool(is_causal), precision, implementation)
 
     lead = sizes["B"]
     q, k, v = (x.reshape(-1 if x.size else _product(lead), *x.shape[-3:]) for x in (query, key, value))
-    o, lse = _choose(options, q, k, v)
+    o, lse = _choose(options, rules, q, k, v)
     o = o.reshape(*lead, *o.shape[1:])
     if not return_residual:
         return o
@@ -115,16 +159,22 @@ def _product(sizes: tuple[int, ...]) -> int:
     return functools.reduce(lambda a, b: a * b, sizes, 1)
 
 
-def _choose(options: Options, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _choose(options: Options, rules: Rules, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Plain JAX with its own derivatives, or the op with ours."""
-    why = None
+    why, names = None, rules.given()
     if options.implementation == "xla":
         why = 'implementation="xla" was asked for'
+    elif names:
+        why = f"the kernels do not take {names} yet"
+        if options.implementation == "triton":
+            raise NotImplementedError(f'attention: implementation="triton" cannot do this: {why}')
     elif options.implementation is None and (unsupported := _refuse_dtype(arrays[0].dtype)):
         why = unsupported
     if why is None:
         return _attention(options, *arrays)
     note("attention", why, *arrays)
+    if names:
+        return reference_with_rules(rules, options.scale, options.is_causal, options.precision, *arrays)
     return _forward_reference(options, *arrays)
 
 
