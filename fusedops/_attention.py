@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ._attention_rules import Rules, check_rules
 from ._attention_rules import reference as reference_with_rules
 from ._checks import check, check_choice, check_dtype, check_number
-from ._dispatch import IMPLEMENTATIONS, Op, note, run
+from ._dispatch import IMPLEMENTATIONS, Op, note, run, varying_alike
 
 MAX_HEAD_DIM = 256
 
@@ -171,9 +171,9 @@ def _choose(options: Options, rules: Rules, *arrays: jax.Array) -> tuple[jax.Arr
     elif options.implementation is None and (unsupported := _refuse_dtype(arrays[0].dtype)):
         why = unsupported
     if why is None:
-        return _attention(options, *arrays)
+        return _attention(options, *varying_alike(*arrays))
     note("attention", why, *arrays)
-    if names:
+    if names or (options.is_causal and not jnp.iscomplexobj(arrays[0])):
         return reference_with_rules(rules, options.scale, options.is_causal, options.precision, *arrays)
     return _forward_reference(options, *arrays)
 
@@ -279,7 +279,7 @@ def _backward_reference(
     visible = _visible(options, t, k.shape[1])
     p = _masked(visible, jnp.exp(_scores(options, q, k) - lse[..., None]), 0)
     l = jnp.sum(p, axis=-1, keepdims=True)
-    p = p / jnp.where(l == 0, 1, l)
+    p = _masked(visible, p / jnp.where(l == 0, 1, l), 0)
     do_ = _grouped(do, k)
     dp = _einsum(options, "btkgd,bskd->bkgts", do_, v)
     delta = jnp.sum(_masked(visible, p * dp, 0), axis=-1) - rows(dlse)

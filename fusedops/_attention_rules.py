@@ -166,7 +166,8 @@ def reference(
         l = l + jnp.exp(sink - m)
     empty = l == 0
     l = jnp.where(empty, 1, l)
-    o = dot("bkgts,bskd->bkgtd", p.astype(v.dtype), clean(v)) / l
+    p = jnp.where(seen, p / l, 0).astype(v.dtype)  # where not seen, even if the rest of the row is NaN
+    o = dot("bkgts,bskd->bkgtd", p, clean(v))
     o = jnp.where(jnp.any(seen & bad(v)[:, :, None, None], axis=-1, keepdims=True), jnp.nan, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
     return jnp.moveaxis(o, 3, 1).reshape(b, t, n, d).astype(q.dtype), lse.reshape(b, n, t)

@@ -95,10 +95,17 @@ def _abstract_eval(*avals: Any, op: Op, static: Any, required: bool, interpret: 
 
 
 def _aval(s: jax.ShapeDtypeStruct) -> Any:
-    """The aval of a result; inside shard_map it keeps the axes along which the result varies."""
-    varying = getattr(s, "manual_axis_type", None)
-    manual = {} if varying is None else dict(sharding=s.sharding, manual_axis_type=varying)
-    return jax.core.ShapedArray(s.shape, s.dtype, **manual)
+    """The aval of a result, with its sharding, and inside shard_map with the axes along which it varies."""
+    known = dict(sharding=s.sharding, manual_axis_type=getattr(s, "manual_axis_type", None))
+    return jax.core.ShapedArray(s.shape, s.dtype, **{k: v for k, v in known.items() if v is not None})
+
+
+def varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Inside shard_map: every array varies along the axes along which one of them does, as a custom VJP needs it;
+    the gradient of one that was the same everywhere is then summed over them."""
+    axes = [getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset()) for x in arrays]
+    missing = [tuple(sorted(frozenset().union(*axes) - own)) for own in axes]
+    return [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
 
 
 def _lower_reference(ctx: Any, *operands: Any, op: Op, static: Any, required: bool, interpret: bool) -> Any:
@@ -114,7 +121,10 @@ def _lower_reference(ctx: Any, *operands: Any, op: Op, static: Any, required: bo
 
 
 def _lower_kernels(ctx: Any, *operands: Any, op: Op, static: Any, required: bool, interpret: bool) -> Any:
-    return mlir.lower_fun(functools.partial(op.launch, static), multiple_results=True)(ctx, *operands)
+    from .kernels import _launch
+
+    with _launch.interpreting_is(interpret):  # as at the time of the trace
+        return mlir.lower_fun(functools.partial(op.launch, static), multiple_results=True)(ctx, *operands)
 
 
 mlir.register_lowering(fused_op_p, _lower_reference)

@@ -195,7 +195,7 @@ def _unwrap(kernel: Any) -> tuple[Any, list[Any], Callable | None, list[tuple[st
         if isinstance(kernel, private("triton.runtime.Autotuner")):
             configs, prune = list(kernel.configs), kernel.early_config_prune
         elif isinstance(kernel, private("triton.runtime.Heuristics")):
-            heuristics = list(kernel.values.items()) + heuristics
+            heuristics += kernel.values.items()  # the outer ones first
         else:
             raise TypeError(
                 f"kernel: expected a function decorated with triton.jit or gluon.jit, got {kernel!r}"
@@ -234,6 +234,9 @@ def _bind(args, kwargs, kernel, out_type, grid, options, aliases, zeroed) -> tup
     tree = tuple(
         (p.name, Absent() if p.is_constexpr else _leaf(title, p.name, operands[p.name], arrays)) for p in kernel.params
     )
+    refs = [id(x) for x in arrays if isinstance(jax.typeof(x), private("jax._src.state.AbstractRef"))]
+    if len(set(refs)) < len(refs):
+        raise ValueError(f"{title}: one Ref is passed to two parameters; pass it once, and its value ref[...] again")
     inputs = [leaf for _, node in tree for leaf in leaves(node) if not isinstance(leaf, Output | Absent)]
     pairs = tuple(_alias(title, inputs, arrays, outputs, i, o) for i, o in sorted(aliases.items()))
     named = {n: _show(node, arrays) for n, node in tree}
@@ -296,8 +299,13 @@ def _leaf(title: str, name: str, value: Any, arrays: list[Any]) -> Any:
         return _descriptor(title, name, value, inner, arrays[inner.index])
     if isinstance(value, private("jax._src.state.TransformedRef")):
         raise TypeError(f"{title}: {name}: got a view of a Ref; pass the whole Ref, or ref[...] to read it")
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
-        return Scalar(value.item() if isinstance(value, np.generic) else value)
+    if isinstance(value, np.generic) and jnp.issubdtype(value.dtype, jnp.floating):
+        value = float(value)  # bfloat16 and the other types of ml_dtypes, too
+    if isinstance(value, bool | int | float | np.bool_ | np.integer):
+        scalar = Scalar(value.item() if isinstance(value, np.generic) else value)
+        if scalar.type is None:
+            raise ValueError(f"{title}: {name}: the integer {value} does not fit in 64 bits")
+        return scalar
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(
             f"{title}: {name}: expected an array, a scalar, None or a tuple of these, got {type(value).__name__}"

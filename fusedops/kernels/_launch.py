@@ -31,6 +31,11 @@ _interpret_state = private("jax._src.config.bool_state")(
 )
 
 
+def interpreting_is(value: bool) -> contextlib.AbstractContextManager[None]:
+    """As `interpret()`, or out of it."""
+    return _interpret_state(value)
+
+
 def interpreting() -> bool:
     """Whether kernels traced now are to run through the interpreter."""
     return _interpret_state.value
@@ -65,7 +70,26 @@ def _impl(*args: Any, **params: Any) -> Any:
 def _abstract_eval(*avals: Any, call: Call) -> tuple[list[Any], set[Any]]:
     read, write = private("jax._src.state.ReadEffect"), private("jax._src.state.WriteEffect")
     effects = {effect(i) for i, aval in enumerate(avals) if _is_ref(aval) for effect in (read, write)}
-    return [jax.core.ShapedArray(o.shape, o.dtype) for o in call.outputs], effects
+    return [_result(o, avals) for o in call.outputs], effects
+
+
+def varying(aval: Any) -> frozenset[str]:
+    """The mesh axes along which a value may differ between the devices of a shard_map."""
+    return getattr(getattr(aval, "manual_axis_type", None), "varying", frozenset())
+
+
+def _result(out: jax.ShapeDtypeStruct, avals: Any) -> Any:
+    """The aval of an output; inside shard_map it varies along every axis that an operand varies along."""
+    along = frozenset().union(*(varying(aval) for aval in avals))
+    manual: dict[str, Any] = {}
+    if along:
+        one = next(aval for aval in avals if varying(aval))
+        spec = jax.sharding.PartitionSpec(*(None,) * len(out.shape))
+        manual = dict(
+            sharding=jax.sharding.NamedSharding(one.sharding.mesh, spec),
+            manual_axis_type=type(one.manual_axis_type)(varying=along),
+        )
+    return jax.core.ShapedArray(out.shape, out.dtype, **manual)
 
 
 triton_call_p.def_effectful_abstract_eval(_abstract_eval)

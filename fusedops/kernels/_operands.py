@@ -68,15 +68,15 @@ class Scalar:
         return type(self.value), repr(self.value)  # 1, 1.0 and True differ; nan equals nan
 
     @property
-    def type(self) -> str:
-        """The Triton type that holds the value, as Triton itself chooses it."""
+    def type(self) -> str | None:
+        """The Triton type that holds the value, as Triton itself chooses it; None for an integer too large."""
         if isinstance(self.value, bool):
             return "i1"
         if isinstance(self.value, int):
             for name, low, high in (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0, 2**64)):
                 if low <= self.value < high:
                     return name
-            raise ValueError(f"the integer {self.value} does not fit in 64 bits")
+            return None
         size = abs(self.value)
         plain = size == 0 or not math.isfinite(size) or 2.0**-126 <= size <= float(np.finfo(np.float32).max)
         return "fp32" if plain else "fp64"
