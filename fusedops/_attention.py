@@ -173,8 +173,12 @@ def _choose(options: Options, rules: Rules, *arrays: jax.Array) -> tuple[jax.Arr
     if why is None:
         return _attention(options, *varying_alike(*arrays))
     note("attention", why, *arrays)
-    if names or (options.is_causal and not jnp.iscomplexobj(arrays[0])):
-        return reference_with_rules(rules, options.scale, options.is_causal, options.precision, *arrays)
+    plain = functools.partial(reference_with_rules, rules, options.scale, options.is_causal, options.precision)
+    if names:
+        return plain(*arrays)
+    if options.is_causal and not jnp.iscomplexobj(arrays[0]):
+        q, k, v = arrays
+        return plain(q, k[:, : q.shape[1]], v[:, : q.shape[1]])  # no query sees the keys after these
     return _forward_reference(options, *arrays)
 
 

@@ -160,14 +160,13 @@ def reference(
         sink = rules.sinks.astype(wide).reshape(1, kv, g, 1, 1)
         m = jnp.maximum(m, sink)
     m = jax.lax.stop_gradient(jnp.where(m == -jnp.inf, 0, m))
-    p = jnp.exp(x - m)
+    p = jnp.where(seen, jnp.exp(x - m), 0)
     l = jnp.sum(p, axis=-1, keepdims=True)
     if sink is not None:
         l = l + jnp.exp(sink - m)
     empty = l == 0
-    l = jnp.where(empty, 1, l)
-    p = jnp.where(seen, p / l, 0).astype(v.dtype)  # where not seen, even if the rest of the row is NaN
-    o = dot("bkgts,bskd->bkgtd", p, clean(v))
+    l = jnp.where(empty | jnp.isnan(l), 1, l)  # rows of NaN: p has them, and here they would reach other gradients
+    o = dot("bkgts,bskd->bkgtd", p.astype(v.dtype), clean(v)) / l
     o = jnp.where(jnp.any(seen & bad(v)[:, :, None, None], axis=-1, keepdims=True), jnp.nan, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))
     return jnp.moveaxis(o, 3, 1).reshape(b, t, n, d).astype(q.dtype), lse.reshape(b, n, t)
